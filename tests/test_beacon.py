@@ -30,7 +30,7 @@ from tests.support.until import wait_until
 
 @pytest.fixture(autouse=True)
 def _reset(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0, before its first report."""
+    """Reset the state of reports to that of rank 0 before its first report."""
     monkeypatch.setattr(beacon, "_active", None)
     monkeypatch.setenv("RANK", "0")
 
@@ -69,7 +69,7 @@ def test_a_forked_process_does_not_report(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(beacon._find_listeners()) == 1
 
 
-def test_dlrover_gets_complete_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_for_dlrover_are_complete_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "runtime_metrics.json"
     monkeypatch.setenv("RUNTIME_METRICS_PATH", str(path))
     before = time.time()
@@ -100,7 +100,7 @@ DOCUMENTED = re.compile(r"deepspeed_ucp step=(\d+)( seconds_per_step=(\d+\.\d+))
     ],
     ids=["nobody", "every step", "every hour", "not rank 1", "HyperPod: every rank"],
 )
-def test_lines_for_log_monitors(
+def test_log_lines_report_steps_at_an_interval(
     environment: dict[str, str], rank: int, lines: int, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(line, "_PAUSE", 3600.0)
@@ -138,7 +138,7 @@ class Controller(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """An HTTPS server with its own CA, in the environment; the pause between two posts ends when ``goes_on`` is set."""
+    """An HTTPS server with a separate CA, set in the environment; ``goes_on`` ends the pause between two posts."""
     certificate = make_certificate(tmp_path)
     server: Any = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Controller)
     server.posts, server.answers, server.token, server.goes_on = [], [], tmp_path / "token", threading.Event()
@@ -159,7 +159,7 @@ def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
     server.server_close()
 
 
-def test_kubeflow_gets_the_newest_step(controller: Any) -> None:
+def test_the_newest_step_is_posted_to_kubeflow(controller: Any) -> None:
     beacon.report_step(10, 40)
     wait_until(lambda: len(controller.posts) == 1)
     controller.token.write_text("two\n")  # tokens expire
@@ -227,7 +227,7 @@ def monitor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def pass_through(*names: str) -> None:
-    """Enter phases, each inside the one before, and leave them."""
+    """Enter nested phases and leave them."""
     with ExitStack() as stack:
         for name in names:
             stack.enter_context(beacon.phase(name))
@@ -239,7 +239,7 @@ def take_step() -> None:
     beacon.report_step(1)
 
 
-def test_nvrx_gets_steps_and_sections_with_a_timeout(monitor: Any) -> None:
+def test_steps_and_sections_with_a_timeout_are_reported_to_nvrx(monitor: Any) -> None:
     pass_through("load")
     take_step()
     step = ["+step", "-step", "+step", "+save", "-save", "-step"]
@@ -249,8 +249,8 @@ def test_nvrx_gets_steps_and_sections_with_a_timeout(monitor: Any) -> None:
     assert client.calls[9:] == [*step, "heartbeat"]
 
 
-def test_nvrx_has_one_client(monitor: Any) -> None:
-    """A client of the script takes precedence, also one that connects later."""
+def test_only_one_client_reports_to_nvrx(monitor: Any) -> None:
+    """A client of the script takes precedence, even if it connects later."""
     early = monitor.make()
     early.init_workload_monitoring()
     take_step()
@@ -266,7 +266,9 @@ def test_nvrx_has_one_client(monitor: Any) -> None:
     assert ours.calls[-1] == "end" and late.calls == []
 
 
-def test_nvrx_out_of_reach(monitor: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unreachable_nvrx_monitor_is_a_warning(
+    monitor: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("FT_RANK_MONITOR_IPC_SOCKET", "nowhere")
     monitor.server.close()
     take_step()
@@ -300,7 +302,7 @@ class Timers:
 
 @pytest.fixture
 def timers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Timers]:
-    """Each renewal is sent, also shortly after the last one."""
+    """Timers whose renewals are all sent, even shortly after the last one."""
     os.mkfifo(tmp_path / "pipe")
     monkeypatch.setenv("TORCHELASTIC_TIMER_FILE", str(tmp_path / "pipe"))
     monkeypatch.setattr(torchelastic, "_RENEWALS", float("inf"))
@@ -352,8 +354,8 @@ def test_timers_are_sent_rarely_or_never(
     assert len([each for each in ends if each is not None]) == sent and bool(ends) is bool(sent)
 
 
-def test_an_agent_that_stalls_gets_later_timers(timers: Timers, caplog: pytest.LogCaptureFixture) -> None:
-    """Without them it would kill the rank once it reads again."""
+def test_a_stalled_agent_gets_timers_with_later_expiration(timers: Timers, caplog: pytest.LogCaptureFixture) -> None:
+    """Otherwise it would kill the rank when it reads again."""
     take_step()
     with ExitStack() as stack:
         filler = os.open(os.environ["TORCHELASTIC_TIMER_FILE"], os.O_WRONLY | os.O_NONBLOCK)
@@ -370,7 +372,7 @@ def test_an_agent_that_stalls_gets_later_timers(timers: Timers, caplog: pytest.L
     assert not caplog.messages
 
 
-def test_an_agent_that_has_ended_is_a_warning(timers: Timers, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_exited_agent_is_a_warning(timers: Timers, caplog: pytest.LogCaptureFixture) -> None:
     take_step()
     pipe = timers.pipe
     os.close(pipe)

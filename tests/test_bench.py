@@ -31,7 +31,9 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Modules:
     return Modules()
 
 
-def test_a_command_is_measured_from_outside(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_reports_time_and_memory_of_a_command(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = tmp_path / "seen"
     code = f"""
 import os, time
@@ -56,14 +58,16 @@ print(time.perf_counter() - begin)
     assert 64 << 20 < result.peak_bytes < 200 << 20
 
 
-def test_a_command_that_fails_leaves_its_errors(bench: Any, tmp_path: Path) -> None:
+def test_a_failed_command_is_reported_with_its_error_output(bench: Any, tmp_path: Path) -> None:
     result = bench.commands.run_command([sys.executable, "-c", "raise SystemExit('no')"], tmp_path / "log")
     assert result.code == 1
     assert (tmp_path / "log").read_text() == "no\n"
 
 
 @pytest.mark.parametrize("direct", [False, True])
-def test_the_floor_reads_bytes_once(bench: Any, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_floor_reads_each_byte_once(
+    bench: Any, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     floor = bench.floor
     if not direct:
         monkeypatch.setattr(floor.os, "O_DIRECT", 0)
@@ -79,7 +83,7 @@ def test_the_floor_reads_bytes_once(bench: Any, direct: bool, tmp_path: Path, mo
 
 
 def measure_cases(bench: Any, cases: Any, seconds: dict[str, tuple[float, ...]], **more: Any) -> Any:
-    """Run cases with given seconds by round on a checkpoint of 1,000 bytes of state."""
+    """Run cases with predefined seconds by round, on a checkpoint of 1,000 bytes of state."""
     left = {name: iter(each) for name, each in seconds.items()}
 
     def replace(case: Any) -> Any:
@@ -92,7 +96,7 @@ def measure_cases(bench: Any, cases: Any, seconds: dict[str, tuple[float, ...]],
 
 
 def test_ratios_are_compared_with_limits_and_promises(bench: Any) -> None:
-    """In two rounds the plugin is 12 and 16 times as fast as upstream, and takes 1.25 times as long as `cp`."""
+    """In two rounds the plugin is 12 and 16 times as fast as upstream, and 1.25 times as slow as `cp`."""
     seconds = {"floor-cp": (0.5, 0.5), "upstream-convert": (12.0, 16.0), "ours-convert": (1.0, 1.0)}
     more = {
         "floor-cp": {"sync_seconds": 0.3},
@@ -139,7 +143,7 @@ def test_a_part_of_a_page_is_replaced_or_appended(bench: Any) -> None:
     )
 
 
-def test_stalls_are_compared_with_others_of_their_rounds(bench: Any) -> None:
+def test_stalls_are_compared_with_those_of_other_cases_in_the_same_round(bench: Any) -> None:
     figures = {"stall": 0.25, "copy": 0.2, "deepspeed": 3.0, "torch": 0.5, "durable": 2.0, "cp": 1.6}
     figures |= {"extra": 3 << 20, "writer": 40 << 20}
     saves = [figures, {**figures, "stall": 0.5, "copy": 0.1}, figures]
@@ -166,7 +170,7 @@ def test_short_peaks_of_memory_are_measured(bench: Any) -> None:
     assert memory.peak - memory.before < 100 << 20
 
 
-def test_writers_below_a_folder_are_ended(bench: Any, tmp_path: Path) -> None:
+def test_writers_of_saves_below_a_folder_are_ended(bench: Any, tmp_path: Path) -> None:
     code = "import sys; sys.stdin.read()"
     folders = tmp_path / "ours", tmp_path / "other"
     started = [subprocess.Popen([sys.executable, "-c", code, str(folder)], stdin=subprocess.PIPE) for folder in folders]
@@ -175,7 +179,7 @@ def test_writers_below_a_folder_are_ended(bench: Any, tmp_path: Path) -> None:
     started[1].communicate()
 
 
-def test_the_house_report_of_a_checkout(bench: Any, tmp_path: Path) -> None:
+def test_the_house_report_counts_a_checkout(bench: Any, tmp_path: Path) -> None:
     package = tmp_path / "deepspeed_ucp"
     (package / "low").mkdir(parents=True)
     (package / "__init__.py").write_text('"""What it is."""\n')
@@ -249,7 +253,7 @@ def test_messages_to_a_rank_grow_no_faster_than_the_ranks(bench: Any, kind: str)
 
 @pytest.mark.parametrize("kind", ["dense", "dense3"])
 def test_reads_of_a_rank_grow_no_faster_than_its_share(bench: Any, kind: str) -> None:
-    """Of twice the ranks each has half as much; each layer adds as many reads and bytes of messages."""
+    """Twice as many ranks read half as much each. Each layer adds equal numbers of reads and message bytes."""
     first, second, fourth = (plan_rank(bench, make_job(bench, kind, layers=layers)) for layers in (1, 2, 4))
     assert plan_rank(bench, make_job(bench, kind, times=2)).requests <= 1.1 * first.requests
     for measure in (lambda plan: plan.requests, lambda plan: sum(plan.received.values())):

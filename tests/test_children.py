@@ -24,7 +24,7 @@ def test_only_the_parent_ends_a_protected_child(method: str) -> None:
     assert not done.stderr
     wait_until(lambda: not os.path.exists(f"/proc/{held}"))
     assert found == {
-        "unprotected": 2 if method == "forkserver" else 1,  # the child, and the fork server
+        "unprotected": 2 if method == "forkserver" else 1,  # child and fork server
         "ping": "alive",
         "end_program": -signal.SIGTERM,
         "end_grandchild": -signal.SIGTERM,
@@ -77,10 +77,10 @@ if __name__ == "__main__":
 """
 
 
-def test_data_loaders_go_on_until_the_save(tmp_path: Path) -> None:
-    """The process group is signaled; hung workers neither delay the end of the process nor survive it.
+def test_data_loader_workers_survive_a_signal_until_the_save(tmp_path: Path) -> None:
+    """The whole process group is signaled. Hung workers neither delay the exit of the process nor survive it.
 
-    Other workers than forked ones, which import torch, are started under `-m exhaustive`.
+    Forked workers are tested always; other start methods, which import torch, under `-m exhaustive`.
     """
     script = tmp_path / "loaders.py"
     script.write_text(LOADERS)

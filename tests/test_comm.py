@@ -23,7 +23,7 @@ from tests.support.ranks import World, run_ranks
 METHODS = ("run", "each", "once")
 
 
-def test_results_of_work() -> None:
+def test_results_of_run_each_and_once() -> None:
     calls: list[int] = []
 
     def work(rank: int, comm: Comm) -> Any:
@@ -34,7 +34,7 @@ def test_results_of_work() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_one_rank_alone_gets_the_result_itself(method: str) -> None:
+def test_a_single_rank_gets_the_result_object_without_copies(method: str) -> None:
     comm, result = connect(), object()
     found = getattr(comm, method)(lambda: result)
     assert (found[0] if method == "each" else found) is result
@@ -42,7 +42,7 @@ def test_one_rank_alone_gets_the_result_itself(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_results_and_errors_take_one_collective(method: str) -> None:
+def test_results_and_errors_need_one_collective(method: str) -> None:
     world = World(2)
     world.run(lambda _, comm: getattr(comm, method)(lambda: 1))
     assert world.collectives == 1
@@ -54,7 +54,7 @@ def test_results_and_errors_take_one_collective(method: str) -> None:
     [(1, (0,), "broken by 0"), (3, (0, 2), "[rank 0] broken by 0"), (3, (1,), "[rank 1] broken by 1")],
 )
 def test_the_first_error_is_raised_on_all_ranks(method: str, size: int, failing: tuple[int, ...], text: str) -> None:
-    """With its class and text; one rank prints it."""
+    """It keeps its class and text, and only one rank prints it."""
     assert (MismatchError("x").shared, MismatchError("x").echo) == (False, False)
 
     def work(rank: int, comm: Comm) -> None:
@@ -71,7 +71,7 @@ def test_the_first_error_is_raised_on_all_ranks(method: str, size: int, failing:
 
 
 @pytest.mark.parametrize("method", ["each", "once"])
-def test_a_result_that_cannot_be_pickled_is_an_error_of_all_ranks(method: str) -> None:
+def test_a_result_that_cannot_be_pickled_is_an_error_on_all_ranks(method: str) -> None:
     def work(rank: int, comm: Comm) -> None:
         getattr(comm, method)(lambda: (lambda: None) if rank == 0 else 1)
 
@@ -93,7 +93,9 @@ def test_a_result_that_cannot_be_pickled_is_an_error_of_all_ranks(method: str) -
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_other_errors_become_text(method: str, error: BaseException, kind: type[BaseException], text: str) -> None:
+def test_errors_of_other_libraries_are_sent_as_text(
+    method: str, error: BaseException, kind: type[BaseException], text: str
+) -> None:
     with pytest.raises(kind, match=f"^{text}") as caught:
         getattr(Comm(), method)(mock.Mock(side_effect=error))
     assert error in (caught.value, caught.value.__cause__)
@@ -102,8 +104,8 @@ def test_other_errors_become_text(method: str, error: BaseException, kind: type[
 @pytest.mark.parametrize("size", [1, 2, 5])
 @pytest.mark.parametrize("dtype", [np.bool_, np.int8, np.int32, np.int64], ids=lambda d: d.__name__)
 @pytest.mark.parametrize("shape", [(), (6,), (2, 3)], ids=str)
-def test_tables_reach_their_ranks(size: int, dtype: Any, shape: tuple[int, ...]) -> None:
-    """With dtype and shape, of any length, even if they are not contiguous."""
+def test_exchanged_tables_keep_dtype_and_shape(size: int, dtype: Any, shape: tuple[int, ...]) -> None:
+    """Tables may have any length and may be non-contiguous."""
 
     def make_table(rank: int, other: int) -> np.ndarray:
         rows = np.arange(6 * int(np.prod(shape))).reshape(6, *shape) + 10 * rank + other
@@ -119,7 +121,7 @@ def test_tables_reach_their_ranks(size: int, dtype: Any, shape: tuple[int, ...])
             assert (table == expected).all()
 
 
-def test_masks_are_joined() -> None:
+def test_masks_of_all_ranks_are_joined() -> None:
     def work(rank: int, comm: Comm) -> list[bool]:
         mask = np.zeros(4, np.bool_)
         mask[rank] = True
@@ -133,7 +135,7 @@ def test_masks_are_joined() -> None:
 
 
 class CountedDist:
-    """The part of ``torch.distributed`` that ``TorchComm`` uses, for a world's ranks; counts received bytes."""
+    """The part of ``torch.distributed`` that ``TorchComm`` uses, for ranks as threads; it counts received bytes."""
 
     ReduceOp = SimpleNamespace(MAX=None)
 
@@ -159,7 +161,7 @@ class CountedDist:
 
 
 def count_received(size: int, work: Callable[[Comm], Any]) -> list[tuple[Any, int]]:
-    """Return each rank's result of ``work``, and the bytes that the rank received in torch's collectives."""
+    """Return each rank's result of ``work`` and the bytes that it received in torch's collectives."""
 
     def run(rank: int, comm: Comm) -> tuple[Any, int]:
         ranks = TorchComm.__new__(TorchComm)
@@ -176,7 +178,7 @@ def make_value(rank: int, long: int) -> bytes:
 
 
 @pytest.mark.parametrize("long", [0, 3])
-def test_a_long_value_of_one_rank_is_not_multiplied_by_the_number_of_ranks(long: int) -> None:
+def test_the_traffic_of_a_long_value_of_one_rank_does_not_grow_with_the_ranks(long: int) -> None:
     received = []
     for size in (4, 8):
         found = count_received(size, lambda comm: comm.gather(make_value(comm.rank, long)))
@@ -191,7 +193,7 @@ def test_work_without_errors_exchanges_one_byte() -> None:
 
 
 @pytest.mark.parametrize("value", [b"", b"x" * 240, b"x" * 256, b"x" * 5000], ids=len)
-def test_broadcasts_of_any_length(value: bytes) -> None:
+def test_broadcasts_keep_values_of_any_length(value: bytes) -> None:
     found = count_received(3, lambda comm: comm.broadcast(value if comm.rank == 1 else None, src=1))
     assert [received for received, _ in found] == [value] * 3
 
@@ -206,8 +208,10 @@ def test_broadcasts_of_any_length(value: bytes) -> None:
         ("hpu:hccl", "hpu:3"),
     ],
 )
-def test_the_device_of_a_group(config: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For any backend, and for torch before 2.6 without ``torch.accelerator``."""
+def test_the_communication_device_follows_the_backend(
+    config: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``torch.accelerator`` is missing before torch 2.6."""
     monkeypatch.delattr("torch.accelerator", raising=False)
     monkeypatch.setattr("torch.get_device_module", {device[:-2]: SimpleNamespace(current_device=lambda: 3)}.get)
     for name, value in (("rank", 0), ("world_size", 2), ("backend", "undefined"), ("backend_config", config)):
@@ -236,7 +240,7 @@ def expect(rank: int, comm: str) -> dict[str, Any]:
 
 
 @needs_mpi
-def test_ranks_of_mpirun() -> None:
+def test_ranks_of_mpirun_communicate() -> None:
     done = run_mpi(2, [LAUNCHED, "well"])
     reports = sorted(map(json.loads, done.stdout.splitlines()), key=lambda report: report["rank"])
     assert (done.returncode, reports) == (0, [expect(rank, "MpiComm") for rank in range(2)]), done.stderr
@@ -246,14 +250,14 @@ def test_ranks_of_mpirun() -> None:
 @pytest.mark.parametrize(
     ("end", "words"), [("alone", "[rank 1] ZeroDivisionError: it broke"), ("all", "[rank 1] it broke")]
 )
-def test_an_error_of_one_or_all_ranks_ends_all_with_one_message(end: str, words: str) -> None:
+def test_an_error_of_one_or_all_ranks_of_mpirun_is_printed_once(end: str, words: str) -> None:
     done = run_mpi(2, [LAUNCHED, end])
     assert done.returncode == 2
     assert done.stderr.count("it broke") == 1
     assert words in done.stderr
 
 
-def test_ranks_of_torchrun() -> None:
+def test_ranks_of_torchrun_communicate() -> None:
     for rank, (code, out, err) in enumerate(run_torch(2, [LAUNCHED, "all"])):
         assert json.loads(out) == expect(rank, "TorchComm")
         assert code == 2
@@ -261,7 +265,7 @@ def test_ranks_of_torchrun() -> None:
 
 
 class Joined(Comm):
-    """Replacement for MPI's ranks."""
+    """A stand-in for the communicator of MPI."""
 
     joined = 2
 
@@ -277,19 +281,24 @@ class Joined(Comm):
         ({"OMPI_COMM_WORLD_SIZE": "2"}, Joined),
         ({"PMI_SIZE": "2"}, Joined),
         ({"PMIX_RANK": "0"}, Joined),
-        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, Comm),  # a batch script, not what srun starts
+        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, Comm),  # a batch script, not a task of srun
         ({"SLURM_STEP_NUM_TASKS": "2"}, Joined),
-        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, Comm),  # a container, no launcher
+        (
+            {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            Comm,
+        ),  # a container without launcher
     ],
     ids=str,
 )
-def test_launchers_by_environment(environment: dict[str, str], kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_determines_the_launcher(
+    environment: dict[str, str], kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(comm_module, "MpiComm", Joined)
     assert type(join_launch(environment)) is kind
 
 
 def test_tasks_without_a_common_mpi_world_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each would convert alone."""
+    """Otherwise each task would convert the whole checkpoint."""
     monkeypatch.setattr(comm_module, "MpiComm", Joined)
     monkeypatch.setattr(Joined, "joined", 1)
     with pytest.raises(ConfigError, match="started 4 tasks, but MPI sees 1.*srun --mpi=pmix"):
@@ -297,7 +306,7 @@ def test_tasks_without_a_common_mpi_world_are_refused(monkeypatch: pytest.Monkey
     assert type(join_launch({"PMIX_RANK": "0"})) is Comm
 
 
-def test_without_mpi4py_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_mpi4py_is_an_error_that_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(ConfigError, match=r"Install deepspeed_ucp\[mpi\]"):
         join_launch({"OMPI_COMM_WORLD_SIZE": "2"})

@@ -1,4 +1,4 @@
-"""The line before DeepSpeed compiles an operator, and the warning about a lock of a compilation that was killed."""
+"""The log line before DeepSpeed compiles an operator, and the warning about a stale lock."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_compilation_is_logged(files: list[str], text: str, tmp_path: Path, ca
 
 
 def test_a_lock_of_a_living_process_is_not_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The lock is torch's own; its holder is killed before the second look."""
+    """The test uses torch's lock. Its holder is killed before the second check."""
     lock = tmp_path / "lock"
     holder = subprocess.Popen([sys.executable, "-c", f"{HOLD}print(flush=True); input()", str(lock)],
                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
@@ -56,7 +56,7 @@ def test_a_lock_of_a_living_process_is_not_reported(tmp_path: Path, caplog: pyte
 
 
 @pytest.mark.parametrize(("local_rank", "lines"), [("0", 1), ("1", 0)])
-def test_one_rank_of_a_node_logs(
+def test_one_rank_of_a_node_logs_a_compilation(
     local_rank: str, lines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", local_rank)

@@ -37,7 +37,7 @@ def test_true_and_an_empty_object_take_all_defaults() -> None:
     assert parse(True) == parse({}) == UniversalConfig()
 
 
-def test_all_folders_of_the_options_may_be_below_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_options_expand_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     options = {"also": ["~/mirror", "s3://bucket/~/run"], "atomic_dir": "~/atoms", "save": {"to": [{"place": "~/run"}]}}
     config = parse_config({"checkpoint": {"universal": options}})
@@ -46,7 +46,7 @@ def test_all_folders_of_the_options_may_be_below_the_home_folder(monkeypatch: py
     assert (config.atomic_dir, config.save.to[0].place) == ("/home/me/atoms", "/home/me/run")
 
 
-def test_every_key_can_be_set() -> None:
+def test_every_option_can_be_set() -> None:
     given = {
         "mode": "atomic",
         "atomic_dir": "/fast",
@@ -125,12 +125,12 @@ def test_unknown_keys_and_wrong_types_are_refused(value: dict[Any, Any], named: 
     with pytest.raises(ConfigError, match=f"checkpoint.universal.*{named}") as error:
         parse(value)
     listed = all(key in str(error.value) for key in UniversalConfig.model_fields)
-    assert listed == (named == "1")  # which is like none of them
+    assert listed == (named == "1")  # a key that resembles no option
     assert ":  =" not in str(error.value)
 
 
 @pytest.mark.parametrize("key", ["preserve_batch", "preserve-batch-size", "Preserve_Batch_Sise"])
-def test_only_the_nearest_key_is_suggested(key: str) -> None:
+def test_an_unknown_key_suggests_only_the_nearest_option(key: str) -> None:
     with pytest.raises(ConfigError, match=f"{key}: .*Did you mean 'preserve_batch_size'") as error:
         parse({key: True})
     assert "window_mb" not in str(error.value)
@@ -139,7 +139,7 @@ def test_only_the_nearest_key_is_suggested(key: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["true", "yes", 1, 0, 3, [], ["direct"], 2.5], ids=repr)
-def test_other_kinds_of_values_are_refused(value: Any) -> None:
+def test_sections_of_another_type_are_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match="must be true, false or an object") as error:
         parse(value)
     assert f"a value of type {type(value).__name__}." in str(error.value)
@@ -153,7 +153,7 @@ def test_both_universal_checkpoints_at_once_are_refused(value: Any) -> None:
 
 
 def test_later_sources_override_earlier_ones() -> None:
-    """Option by option; the ds_config is the last source."""
+    """This holds for each option; the ds_config is the last source."""
     environment = read_environment({"DEEPSPEED_UCP": ' {"patterns": "bloom", "threads": 2, "seal": true} '})
     defaults = [environment, ("install", {"threads": 3})]
     found = parse_config({}, defaults)
@@ -169,7 +169,7 @@ def test_later_sources_override_earlier_ones() -> None:
 
 
 @pytest.mark.parametrize("word", WORDS)
-def test_a_word_in_the_environment_is_enough(word: str) -> None:
+def test_a_word_in_the_environment_turns_the_plugin_on(word: str) -> None:
     source = read_environment({"DEEPSPEED_UCP": f" {word.title()} "})
     assert parse_config({}, [source]) == (UniversalConfig() if WORDS[word] else None)
     assert parse_config({"checkpoint": {"universal": True}}, [source]) == UniversalConfig()
@@ -187,8 +187,8 @@ HUGGING_FACE = {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
         ({"checkpoint": {"universal": None}}, False),
         ({"checkpoint": {"load_universal": True, "universal": False}}, False),
         (OPENRLHF, True),
-        (OPENRLHF | {"checkpoint": {"load_universal": True}}, True),  # which loads atomic tags
-        (HUGGING_FACE, True),  # as from TRL and Axolotl
+        (OPENRLHF | {"checkpoint": {"load_universal": True}}, True),  # it loads atomic tags
+        (HUGGING_FACE, True),  # the defaults of TRL and Axolotl
         (HUGGING_FACE | {"checkpoint": {}}, True),
         (HUGGING_FACE | {"checkpoint": None}, True),
         (HUGGING_FACE | {"checkpoint": {"tag_validation": "Ignore", "use_node_local_storage": True}}, True),
@@ -230,7 +230,9 @@ MAYBE = st.none() | st.integers(1, 20)
 
 @examples(300)
 @given(train=NUMBERS, micro=MAYBE, gas=MAYBE, world=st.integers(1, 20))
-def test_what_fits_multiplies_to_the_batch(train: int, micro: int | None, gas: int | None, world: int) -> None:
+def test_a_valid_batch_size_is_the_product_of_its_factors(
+    train: int, micro: int | None, gas: int | None, world: int
+) -> None:
     found = fit_batch(train, micro, gas, world)
     exists = any(
         m * g * world == train
@@ -247,7 +249,9 @@ def test_what_fits_multiplies_to_the_batch(train: int, micro: int | None, gas: i
 
 @examples(300)
 @given(train=NUMBERS, micro=MAYBE, world=st.integers(1, 20))
-def test_adapting_takes_the_largest_micro_batch_that_is_no_larger(train: int, micro: int | None, world: int) -> None:
+def test_adapting_chooses_the_largest_micro_batch_up_to_the_configured_one(
+    train: int, micro: int | None, world: int
+) -> None:
     found = adapt_batch(train, micro, world)
     if found is None:
         assert train % world
@@ -257,13 +261,13 @@ def test_adapting_takes_the_largest_micro_batch_that_is_no_larger(train: int, mi
     assert not better
 
 
-def test_a_batch_that_fits_is_let_through_or_made() -> None:
+def test_a_valid_batch_is_accepted_or_completed() -> None:
     assert choose_batch(None, 4, 2, 3) is None
     assert choose_batch(64, 4, None, 2, preserve=True) is None
     assert choose_batch(64, 4, 4, 2, preserve=True) == (4, 8)
 
 
-def test_a_batch_that_does_not_fit_is_refused_with_alternatives() -> None:
+def test_an_invalid_batch_is_refused_with_alternatives() -> None:
     with pytest.raises(ConfigError) as error:
         choose_batch(64, 4, None, 3, preserve=True)
     text = str(error.value)
@@ -277,8 +281,7 @@ def test_a_batch_that_does_not_fit_is_refused_with_alternatives() -> None:
 
 @examples(300)
 @given(train=NUMBERS, micro=MAYBE, gas=MAYBE, world=st.integers(1, 20))
-def test_suggestions_are_true(train: int, micro: int | None, gas: int | None, world: int) -> None:
-    """Each pair of a batch size and a number of ranks that the text says to fit does."""
+def test_suggested_batch_sizes_and_ranks_are_valid(train: int, micro: int | None, gas: int | None, world: int) -> None:
     text = suggest_batch(train, micro, gas, world)
     pairs = re.findall(r"train_batch_size ([\d or]+) fits ([\d, ]+) (?:data-parallel )?ranks", text)
     assert pairs

@@ -1,4 +1,4 @@
-"""Sample order: in any history of worlds and interruptions, a step has the samples of the uninterrupted run."""
+"""Sample order: each step has the samples of an uninterrupted run, in any history of worlds and interruptions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_sampler(rank: int, world: int, **more: Any) -> ElasticSampler:
 
 
 def read(shard: int, start: int) -> Iterator[int]:
-    """Samples that encode shard and position."""
+    """Yield samples that encode shard and position."""
     return iter(range(shard * 1000 + start, shard * 1000 + 1000))
 
 
@@ -126,7 +126,7 @@ def test_steps_have_samples_of_similar_length() -> None:
 
 
 class Engine(SimpleNamespace):
-    """Counts samples as DeepSpeed's does."""
+    """Counts samples like DeepSpeed's engine."""
 
     def train_batch_size(self) -> int:
         return BATCH
@@ -139,7 +139,7 @@ class Engine(SimpleNamespace):
 
 
 @pytest.mark.parametrize("make", [make_sampler, make_stream])
-def test_counts_that_sequence_parallelism_makes_floats(make: Callable[..., Order]) -> None:
+def test_float_counts_under_sequence_parallelism_are_accepted(make: Callable[..., Order]) -> None:
     """DeepSpeed divides the world by the sequence-parallel degree: total batch and samples are floats."""
     engine, plain = Engine(global_samples=0), make(0, 2)
     plain.follow(engine)
@@ -151,7 +151,7 @@ def test_counts_that_sequence_parallelism_makes_floats(make: Callable[..., Order
     state = order.get_state()
     assert state == plain.get_state() and all(type(state[key]) is int for key in ("consumed", "epoch", "total_batch"))
     later = make(0, 2)
-    later.set_state({**state, "consumed": float(state["consumed"])})  # as saved before
+    later.set_state({**state, "consumed": float(state["consumed"])})  # the form of earlier saves
     assert list(later) == list(plain)
 
 
@@ -179,20 +179,20 @@ def test_prefetched_samples_are_not_consumed() -> None:
 def test_batches_of_another_size_than_the_engines_are_a_warning(
     make: Any, workers: int, world: int, size: int, warns: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Two ranks take three micro batches of two samples. Accelerate may split batches of four over them."""
+    """Two ranks need three micro batches of two samples. Accelerate may split batches of four over them."""
     stream = make is make_stream
     order = make(0, world, **({"batch_size": size} if stream else {}))
     order.follow(Engine(global_samples=0))
     options: dict[str, Any] = {"dataset": order} if stream else {"dataset": range(100), "sampler": order}
     if stream and workers:
-        loader = DataLoader(**options, batch_size=size)  # the log of a worker is not seen here
+        loader = DataLoader(**options, batch_size=size)  # `caplog` does not see the log of a worker
     else:
         loader = DataLoader(**options, batch_size=size, num_workers=workers)
     next(iter(loader))
     assert [f"batches of {size} samples" in text for text in caplog.messages] == [True] * warns
 
 
-def test_samples_before_follow_do_not_count() -> None:
+def test_samples_drawn_before_follow_are_not_counted() -> None:
     engine, sampler = Engine(global_samples=5 * BATCH), make_sampler(0, 1)
     sampler.follow(engine)
     assert sampler.consumed == 0
@@ -203,7 +203,7 @@ def test_samples_before_follow_do_not_count() -> None:
 @pytest.mark.parametrize(
     ("workers", "persistent"), [(0, False), *((workers, each) for workers in (1, 2, 3) for each in (False, True))]
 )
-def test_a_streams_workers_take_turns(workers: int, persistent: bool) -> None:
+def test_a_streams_workers_supply_batches_in_turn(workers: int, persistent: bool) -> None:
     engine = Engine(global_samples=0)
     stream = make_stream(0, 2, batch_size=2)
     stream.follow(engine)
@@ -216,8 +216,8 @@ def test_a_streams_workers_take_turns(workers: int, persistent: bool) -> None:
         whole = copy.copy(whole)
 
 
-def test_persistent_workers_must_finish_an_epoch() -> None:
-    """A worker does not know how many of its samples were trained on."""
+def test_a_new_epoch_with_persistent_workers_requires_a_finished_one() -> None:
+    """A worker does not know the number of its samples that training has used."""
     stream = make_stream(0, 2, batch_size=2)
     stream.follow(Engine(global_samples=0))
     for persistent in (False, True):
@@ -231,7 +231,7 @@ def test_persistent_workers_must_finish_an_epoch() -> None:
 
 
 def load_stateful(order: Order, **more: Any) -> Any:
-    """A `StatefulDataLoader` over the indices of a sampler, or a stream."""
+    """Make a `StatefulDataLoader` over the indices of a sampler, or over a stream."""
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
     options = {"dataset": order} if isinstance(order, ElasticStream) else {"dataset": range(100), "sampler": order}
     return torchdata.StatefulDataLoader(**options, batch_size=2, **more)
@@ -239,7 +239,7 @@ def load_stateful(order: Order, **more: Any) -> Any:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_stateful_loader_goes_on_in_any_world(workers: int, world: int) -> None:
+def test_a_stateful_loader_continues_in_any_world(workers: int, world: int) -> None:
     """Its state counts whole steps, because no save has the gradients of a part of a step."""
     loader = load_stateful(make_sampler(0, 2), num_workers=workers)
     given = [batch.tolist() for _, batch in zip(range(3 * 3 + 1), loader, strict=False)]  # ends within the fourth step
@@ -256,7 +256,7 @@ def test_a_stateful_loader_goes_on_in_any_world(workers: int, world: int) -> Non
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("make", [make_sampler, make_stream])
-def test_a_stateful_loader_does_not_skip_what_an_engine_has_counted(make: Any, workers: int) -> None:
+def test_a_stateful_loader_does_not_skip_samples_that_an_engine_has_counted(make: Any, workers: int) -> None:
     more = {"batch_size": 2} if make is make_stream else {}
     engine, order = Engine(global_samples=0), make(0, 2, **more)
     order.follow(engine)
@@ -328,7 +328,7 @@ def test_another_seed_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert "continues in the order of the saved seed 7, not of this run's 8" in caplog.text
 
 
-def test_a_shard_that_ends_early_is_named() -> None:
+def test_a_shard_that_ends_early_is_an_error_with_its_name() -> None:
     stream = ElasticStream(["a", "b"], [12, 12], lambda _, start: range(start, 11), BATCH, rank=0, world=1, lanes=1)
     with pytest.raises(MismatchError, match="shard '[ab]' ends before its sample 11.*sizes gives it 12"):
         list(stream)
@@ -342,7 +342,9 @@ def test_a_shard_that_ends_early_is_named() -> None:
         (2, None, "of 1 sample,"),
     ],
 )
-def test_several_workers_need_the_batch_size(given: int | None, of_loader: int | None, message: str) -> None:
+def test_several_workers_of_a_stream_need_the_batch_size(
+    given: int | None, of_loader: int | None, message: str
+) -> None:
     loader: DataLoader[int] = DataLoader(make_stream(0, 1, batch_size=given), batch_size=of_loader, num_workers=2)
     with pytest.raises(ConfigError, match=message):
         list(loader)
@@ -359,7 +361,7 @@ def test_steps_of_another_size_are_a_warning(caplog: pytest.LogCaptureFixture) -
     assert "trained on 30 samples, no multiple of the 12" in caplog.text
 
 
-def test_two_orders_of_an_engine_have_names(caplog: pytest.LogCaptureFixture) -> None:
+def test_two_orders_of_an_engine_need_names(caplog: pytest.LogCaptureFixture) -> None:
     engine, first, second = Engine(global_samples=0), make_sampler(0, 1), make_sampler(0, 1, seed=8)
     first.follow(engine)
     first.follow(engine)
@@ -370,13 +372,13 @@ def test_two_orders_of_an_engine_have_names(caplog: pytest.LogCaptureFixture) ->
     assert "is not saved any more" in caplog.text
 
 
-def test_the_key_of_the_plugin_is_reserved() -> None:
+def test_the_plugins_key_in_the_client_state_is_reserved() -> None:
     with pytest.raises(ConfigError, match='"deepspeed_ucp"'):
         collect(Engine(global_samples=0), {KEY: {"mine": 1}})
 
 
 def test_carried_state_that_is_not_loaded_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    """A sampler that follows after the load starts its data anew."""
+    """A sampler whose `follow` is called after the load restarts its data."""
     engine = Engine(global_samples=0)
     make_sampler(0, 1).follow(engine)
     client = collect(engine, {})
@@ -386,10 +388,10 @@ def test_carried_state_that_is_not_loaded_is_a_warning(caplog: pytest.LogCapture
     assert "carries data" in caplog.text and "before load_checkpoint" in caplog.text
 
 
-def hand_out_on_ranks(
+def restore_on_ranks(
     monkeypatch: pytest.MonkeyPatch, ranks: Sequence[tuple[Sequence[str], Any]], loaded: list[Any]
 ) -> None:
-    """Each rank has the names that its engine carries, and the state in its file."""
+    """Restore on ranks that have these names in their engine and this state in their file."""
     here = threading.local()
     monkeypatch.setattr(engine_state, "connect", lambda: here.comm)
 
@@ -403,23 +405,25 @@ def hand_out_on_ranks(
     run_ranks(len(ranks), work)
 
 
-def test_ranks_without_data_need_carry_none(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Such as the middle stages of a pipeline: at the save, at the load, or at both."""
+def test_ranks_without_data_need_no_carried_state(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For example, middle stages of a pipeline have no data, at the save, at the load, or at both."""
     loaded: list[Any] = []
     some, none = (["data"], {"data": 1}), ((), None)
-    hand_out_on_ranks(monkeypatch, [some, none, some], loaded)
+    restore_on_ranks(monkeypatch, [some, none, some], loaded)
     assert (loaded, caplog.text) == ([(0, 1), (2, 1)], "")
-    hand_out_on_ranks(monkeypatch, [some, (["data"], None), (["data"], {})], loaded)
+    restore_on_ranks(monkeypatch, [some, (["data"], None), (["data"], {})], loaded)
     assert loaded[2:] == [(0, 1)]
     assert "carries no data for ranks 1, 2" in caplog.text
     caplog.clear()
-    hand_out_on_ranks(monkeypatch, [(["data"], None)] * 2, loaded)
+    restore_on_ranks(monkeypatch, [(["data"], None)] * 2, loaded)
     assert "carries no data:" in caplog.text
 
 
 def test_an_invalid_state_on_one_rank_is_an_error_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CheckpointError, match=r"rank 1.*is a list"):
-        hand_out_on_ranks(monkeypatch, [((), None), (["data"], [1])], [])
+        restore_on_ranks(monkeypatch, [((), None), (["data"], [1])], [])
 
 
 REFUSED: list[tuple[Callable[[], object], str]] = [

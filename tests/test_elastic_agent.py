@@ -1,4 +1,4 @@
-"""Ranks under a real torchrun: they end with their agent, and the agent's file timer ends hung ranks."""
+"""Ranks under a real torchrun: they exit with their agent, and the agent's file timer kills hung ranks."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def is_alive(pid: int) -> bool:
         pytest.param(("--start-method", "forkserver", "--run-path"), id="forkserver", marks=pytest.mark.exhaustive),
     ],
 )
-def test_ranks_end_with_their_agent(options: tuple[str, ...], tmp_path: Path) -> None:
+def test_ranks_exit_if_their_agent_is_killed(options: tuple[str, ...], tmp_path: Path) -> None:
     files = [tmp_path / "rank0", tmp_path / "rank1"]
     with torchrun(tmp_path, RANK, *options) as agent:
         wait_until(lambda: agent.poll() is not None or all(each.exists() and each.read_text() for each in files))
@@ -107,7 +107,7 @@ def test_the_agent_kills_hung_ranks_and_restarts_them(tmp_path: Path) -> None:
     ],
     ids=["no torchrun", "rank", "child of a rank"],
 )
-def test_only_ranks_are_bound(variables: dict[str, str], number: int) -> None:
+def test_only_ranks_are_bound_to_the_agent(variables: dict[str, str], number: int) -> None:
     assert int(run_python("-c", SETTING, **variables).stdout) == number
 
 
@@ -116,7 +116,7 @@ def test_only_ranks_are_bound(variables: dict[str, str], number: int) -> None:
     [((10, 10), False, False), ((10, 1), False, True), ((1, 1), True, True), ((1, 1), False, False)],
     ids=["agent lives", "ended during the call", "ended before", "agent is process 1"],
 )
-def test_a_rank_ends_if_its_agent_has_ended_already(
+def test_a_rank_exits_if_its_agent_has_already_exited(
     parents: tuple[int, ...], orphan: bool, killed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     signals: list[tuple[int, int]] = []
@@ -128,5 +128,5 @@ def test_a_rank_ends_if_its_agent_has_ended_already(
     assert signals == [(os.getpid(), signal.SIGKILL)] * killed
 
 
-def test_only_process_1_is_taken_for_a_substitute_parent() -> None:
+def test_only_process_1_counts_as_a_substitute_parent() -> None:
     assert not elastic_agent._is_orphan(os.getpid())

@@ -1,4 +1,4 @@
-"""docs/engines.md knows every engine, section and field of the installed DeepSpeed, which is asked what it has."""
+"""docs/engines.md lists every engine, section and field that the installed DeepSpeed defines."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ NEUTRAL = {
         workspace
     """,
 }
-"""Section or model → fields that change nothing in a checkpoint. The page does not list them."""
+"""Section or model → fields without effect on checkpoints. The page does not list them."""
 
 
 @pytest.fixture(scope="module")
 def page() -> dict[str, set[str]]:
-    """Heading → all words in backticks below it and in it, with neutral fields; "" for the whole page."""
+    """Map each heading to the words in backticks in it and below it, with neutral fields; "" is the whole page."""
     found: dict[str, set[str]] = defaultdict(set)
     heading = ""
     for line in PAGE.read_text().splitlines():
@@ -106,14 +106,14 @@ def page() -> dict[str, set[str]]:
 
 
 def find_section(page: dict[str, set[str]], *names: str) -> set[str]:
-    """What stands below the heading that has the first of some names, or where sections that change nothing are."""
+    """Return the words below the first heading that has one of these names, or below that of neutral sections."""
     for name in names:
         if headings := [heading for heading in page if f"`{name}`" in heading]:
             return set().union(*(page[heading] for heading in headings))
     return page["Sections that change nothing"]
 
 
-def test_every_class_that_an_engine_makes_an_optimizer_of(page: dict[str, set[str]]) -> None:
+def test_the_page_lists_every_optimizer_class_of_an_engine(page: dict[str, set[str]]) -> None:
     known = page["Optimizer wrappers"] | page["Optimizers"]
     classes = set(list_optimizers())
     assert {"DeepSpeedZeroOptimizer", "FP16_Optimizer", "ZenFlowZeroOptimizer", "FusedAdam", "MuAdam"} <= classes
@@ -121,7 +121,7 @@ def test_every_class_that_an_engine_makes_an_optimizer_of(page: dict[str, set[st
 
 
 def list_optimizers() -> Iterator[str]:
-    """Names of classes in the engine's methods that make optimizers, and of none of their helpers."""
+    """Yield the names of optimizer classes in the engine's methods that create optimizers, without helpers."""
     engine = importlib.import_module("deepspeed.runtime.engine")
     for name, method in vars(engine.DeepSpeedEngine).items():
         if re.fullmatch(r"_(configure|return)_(\w+_)?optimizer|get_optimizer_configuration", name):
@@ -134,7 +134,7 @@ def _list_classes(method: Any, scope: dict[str, Any]) -> Iterator[str]:
         if isinstance(node, ast.ImportFrom):
             try:
                 module = importlib.import_module("." * node.level + (node.module or ""), "deepspeed.runtime")
-            except ImportError:  # of a package that is not there
+            except ImportError:  # from a package that is not installed
                 yield from (each.name for each in node.names)
                 continue
             scope = {**scope, **{each.asname or each.name: getattr(module, each.name) for each in node.names}}
@@ -150,8 +150,8 @@ def _resolve(node: ast.AST, scope: dict[str, Any]) -> Any:
     return getattr(_resolve(node.value, scope), node.attr, None) if isinstance(node, ast.Attribute) else None
 
 
-def test_every_engine_pipeline_and_wrapper(page: dict[str, set[str]]) -> None:
-    """Subclasses too, which another class makes."""
+def test_the_page_lists_every_engine_pipeline_and_wrapper(page: dict[str, set[str]]) -> None:
+    """Subclasses count, too, even if another class creates them."""
     import_all("deepspeed.runtime", "deepspeed.pipe")
     bases = (
         importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine,
@@ -159,22 +159,22 @@ def test_every_engine_pipeline_and_wrapper(page: dict[str, set[str]]) -> None:
         importlib.import_module("deepspeed.runtime.base_optimizer").DeepSpeedOptimizer,
     )
     kinds = [kind for base in bases for kind in list_subclasses(base) if kind.__module__.startswith("deepspeed.")]
-    names = {kind.__name__ for kind in kinds} - {"ZeROOptimizer"}  # tests have some of their own
+    names = {kind.__name__ for kind in kinds} - {"ZeROOptimizer"}  # tests define some, too
     names = {re.sub("(ZenFlowZeroOptimizer)(Sequential|Parallel)", r"…\2", name) for name in names}
     assert {"PipelineEngine", "SuperOffloadOptimizer_Stage3"} <= names
     assert names - page[""] == set()
 
 
 def import_all(*packages: str) -> None:
-    """Every module of some packages that can be imported here."""
+    """Import every module of these packages that can be imported here."""
     for package in packages:
         path = importlib.import_module(package).__path__
         for module in walk_packages(path, f"{package}.", onerror=lambda _: None):
-            with suppress(Exception):  # of an accelerator or a package that is not there
+            with suppress(Exception):  # modules of an accelerator or package that is missing
                 importlib.import_module(module.name)
 
 
-def test_every_checkpoint_engine_and_writer(page: dict[str, set[str]]) -> None:
+def test_the_page_lists_every_checkpoint_engine_and_writer(page: dict[str, set[str]]) -> None:
     package = importlib.import_module("deepspeed.runtime.checkpoint_engine")
     for module in iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{module.name}")
@@ -185,13 +185,13 @@ def test_every_checkpoint_engine_and_writer(page: dict[str, set[str]]) -> None:
     assert names - page["Checkpoint writers"] == set()
 
 
-def test_every_offload_device(page: dict[str, set[str]]) -> None:
+def test_the_page_lists_every_offload_device(page: dict[str, set[str]]) -> None:
     devices = importlib.import_module("deepspeed.runtime.zero.offload_config").OffloadDeviceEnum
     assert {each.value for each in devices} - page["Offload"] == set()
 
 
-def test_every_package_of_the_runtime(page: dict[str, set[str]]) -> None:
-    """A new one may well be a new kind of engine."""
+def test_the_page_lists_every_package_of_the_runtime(page: dict[str, set[str]]) -> None:
+    """A new package may be a new kind of engine."""
     runtime = importlib.import_module("deepspeed.runtime")
     packages = {module.name for module in iter_modules(runtime.__path__) if module.ispkg}
     plumbing = {"activation_checkpointing", "checkpoint_engine", "comm", "data_pipeline", "fp16", "model_checkpointing"}
@@ -199,7 +199,7 @@ def test_every_package_of_the_runtime(page: dict[str, set[str]]) -> None:
     assert packages - plumbing - page[""] == set()
 
 
-def test_every_field_of_every_model_of_a_section(page: dict[str, set[str]]) -> None:
+def test_the_page_lists_every_field_of_every_section_model(page: dict[str, set[str]]) -> None:
     lacking = {}
     kinds = list(list_models())
     assert len(kinds) > 15
@@ -217,7 +217,7 @@ def list_subclasses(kind: type) -> Iterator[Any]:
 
 
 def list_models() -> Iterator[Any]:
-    """Sections of a training's ds_config that are models; those of inference are no engine's that saves."""
+    """Yield the models of sections of a training's ds_config. Engines for inference save no checkpoints."""
     root = Path(deepspeed.__file__).parent
     for path in sorted(root.rglob("*.py")):
         name = ".".join(("deepspeed", *path.relative_to(root).with_suffix("").parts))
@@ -228,67 +228,67 @@ def list_models() -> Iterator[Any]:
             yield kind
 
 
-def test_every_field_of_autoep(page: dict[str, set[str]]) -> None:
+def test_the_page_lists_every_field_of_autoep(page: dict[str, set[str]]) -> None:
     kind = importlib.import_module("deepspeed.module_inject.auto_ep_config").AutoEPConfig
     names = {field.name for field in fields(kind) if not field.name.startswith("_")}
     assert names - find_section(page, "AutoEPConfig") == set()
 
 
-class Asked(dict[str, Any]):
-    """A section of a ds_config that notes which keys it is asked for."""
+class RecordedSection(dict[str, Any]):
+    """A section of a ds_config that records the keys that are read from it."""
 
-    def __init__(self, path: tuple[str, ...], asked: set[tuple[str, ...]], parts: dict[str, Any]) -> None:
+    def __init__(self, path: tuple[str, ...], read_keys: set[tuple[str, ...]], parts: dict[str, Any]) -> None:
         super().__init__(parts)
-        self.path, self.asked = path, asked
+        self.path, self.read_keys = path, read_keys
 
     def __contains__(self, key: object) -> bool:
-        self.asked.add((*self.path, str(key)))
+        self.read_keys.add((*self.path, str(key)))
         return super().__contains__(key)
 
     def __getitem__(self, key: str) -> Any:
-        self.asked.add((*self.path, key))
+        self.read_keys.add((*self.path, key))
         return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        self.asked.add((*self.path, key))
+        self.read_keys.add((*self.path, key))
         return super().get(key, default)
 
     def keys(self) -> Any:
-        """Itself: `key in section.keys()` asks too."""
+        """Return the section, so that `key in section.keys()` is recorded, too."""
         return self
 
-    def __copy__(self) -> Asked:
+    def __copy__(self) -> RecordedSection:
         return self
 
     def __bool__(self) -> bool:
         return True
 
 
-def test_every_key_that_is_asked_for(page: dict[str, set[str]]) -> None:
-    asked = ask()
-    assert {("optimizer", "type"), ("checkpoint", "writer", "decoupled"), ("data_types", "param_dtype")} <= asked
+def test_the_page_lists_every_key_that_deepspeedconfig_reads(page: dict[str, set[str]]) -> None:
+    read_keys = find_read_keys()
+    assert {("optimizer", "type"), ("checkpoint", "writer", "decoupled"), ("data_types", "param_dtype")} <= read_keys
     top = page["Top level: `DeepSpeedConfig`"]
     lacking = [
         ".".join(path)
-        for path in sorted(asked)
+        for path in sorted(read_keys)
         if path[-1] not in (find_section(page, ".".join(path[:-1]), path[0]) if path[1:] else top)
     ]
     assert lacking == []
 
 
-def ask() -> set[tuple[str, ...]]:
-    """Paths of the keys that DeepSpeedConfig looks for; each may be a section that is looked into."""
+def find_read_keys() -> set[tuple[str, ...]]:
+    """Return the paths of the keys that DeepSpeedConfig reads; each may be a section with further keys."""
     config = importlib.import_module("deepspeed.runtime.config").DeepSpeedConfig
-    asked: set[tuple[str, ...]] = {()}
+    read_keys: set[tuple[str, ...]] = {()}
     done: set[tuple[str, ...]] = set()
-    while todo := {path for path in asked if len(path) < 3} - done:
+    while todo := {path for path in read_keys if len(path) < 3} - done:
         for path in todo:
-            section: Any = Asked(path, asked, {})
+            section: Any = RecordedSection(path, read_keys, {})
             for depth in reversed(range(len(path))):
-                section = Asked(path[:depth], asked, {path[depth]: section})
+                section = RecordedSection(path[:depth], read_keys, {path[depth]: section})
             if path:
                 section.setdefault("train_batch_size", 1)
-            with suppress(Exception):  # many a key is no section, and removed ones are refused
+            with suppress(Exception):  # many keys are no sections, and removed keys are refused
                 config(section)
         done |= todo
-    return asked - {()}
+    return read_keys - {()}

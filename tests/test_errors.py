@@ -62,7 +62,7 @@ def test_a_similar_name_is_suggested(name: str, text: str) -> None:
     ],
     ids=lambda names: "+".join(names)[:40],
 )
-def test_names_fold(names: list[str], folded: list[str]) -> None:
+def test_numbered_names_are_folded_in_messages(names: list[str], folded: list[str]) -> None:
     assert [name for name, _ in fold_names(zip(names, names, strict=True), lambda name: 0)] == folded
 
 
@@ -93,13 +93,13 @@ def test_errors_and_logs_are_escaped_without_passwords(text: str, shown: str, ca
     assert escape(shown) == shown
 
 
-def test_only_lines_of_the_package_are_lines() -> None:
+def test_newlines_in_values_are_escaped_in_messages() -> None:
     error = CheckpointError("first\nforged", "second")
     assert str(error) == "first\\nforged\nsecond"
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
-def test_joined_objections_keep_the_attributes_of_the_first() -> None:
+def test_joined_errors_keep_the_attributes_of_the_first() -> None:
     objections = Objections()
     with objections:
         raise CheckpointError("is damaged.", path="a.pt", kind="crc")
@@ -112,7 +112,7 @@ def test_joined_objections_keep_the_attributes_of_the_first() -> None:
 
 
 def test_attributes_of_errors_are_sent_between_ranks() -> None:
-    """Path, kind and findings are data, and not parsed from the text."""
+    """Path, kind and findings are sent as data, not parsed from the text."""
     missing = Finding("missing", "a.pt", "run/tag/a.pt is missing; copy it")
     found = (
         CheckpointError("is damaged", path="run/tag/b.pt", kind="crc"),

@@ -53,11 +53,11 @@ def name_all(layers: int, experts: range, ends: tuple[str, ...] = ("w", "b")) ->
         (f"a.{LAYER}1.{LAYER}2.w", (f"a.{LAYER}1.{LAYER}", 2)),
     ],
 )
-def test_experts_are_found_by_name(name: str, found: tuple[str, int] | None) -> None:
+def test_parameter_names_of_experts_are_recognized(name: str, found: tuple[str, int] | None) -> None:
     assert find_expert(name) == found
 
 
-def test_numbers_in_the_whole_layer() -> None:
+def test_expert_numbers_of_a_rank_become_numbers_in_the_layer() -> None:
     assert cut_number(f"{LAYER}3.fc.w") == cut_number(f"{LAYER}0.fc.w") == (LAYER, ".fc.w")
     assert cut_number("dense") == ("dense", "")
     assert count_experts([f"{LAYER}0.w", f"{LAYER}2.w", "dense"]) == {LAYER: 3}
@@ -65,8 +65,8 @@ def test_numbers_in_the_whole_layer() -> None:
     assert name_experts(f"{LAYER}1.fc.w", (3, 2), [range(3), range(6, 9)]) == named
 
 
-def test_fused_experts() -> None:
-    """AutoEP's experts, in the rank's order."""
+def test_fused_experts_are_split_in_the_ranks_order() -> None:
+    """These are AutoEP's experts."""
     parts = {"m.0.mlp.experts.w1.3": (5, 6), "m.0.mlp.experts.w1.1": (5, 6)}
     _, named = name_experts("m.0.mlp.experts.w1", (2, 5, 6), [(0, 2), (3, 1)])
     assert (named, list(named)) == (parts, list(parts))
@@ -95,12 +95,12 @@ def test_experts_are_distributed_in_the_modules_order(live: int, saved: int) -> 
     backwards = list(dict.fromkeys(name for experts in ranks[0] for name in mix(experts)[::-1]))
     if live == saved:
         assert deal_experts(backwards, saved, live) == [mix(experts)[::-1] for experts in ranks[1]]
-    elif live < 4:  # the order of a single expert per rank is unknown
+    elif live < 4:  # with a single expert per rank the order is unknown
         with pytest.raises(ValueError, match=f"another order than the module, and {live} .*, where .* had {saved}"):
             deal_experts(backwards, saved, live)
 
 
-def test_names_that_cannot_be_distributed() -> None:
+def test_expert_names_that_cannot_be_distributed_are_refused() -> None:
     by_expert = [name for expert in range(4) for layer in (0, 1) for name in name_all(2, range(expert, expert + 1))]
     with pytest.raises(ValueError, match="another order"):
         deal_experts([*reversed(name_all(2, range(4)))], 2)
@@ -117,7 +117,7 @@ SHAPES = {"m.0.mlp.experts.w1": (6, 5, 3), "m.0.mlp.experts.w2": (6, 3, 5)}
 
 
 def describe(ranks: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """A layer as DeepSpeed describes it (engine.py ``_save_moe_checkpoint``)."""
+    """Describe a layer like DeepSpeed (engine.py ``_save_moe_checkpoint``)."""
     affine = pytest.importorskip("deepspeed.checkpoint.autoep_affine", reason="DeepSpeed before 0.19 has no AutoEP")
     placement = affine.make_autoep_placement_descriptor(6, ranks)
     maps = {name: affine.autoep_placement_to_affine_map(placement, shape).to_dict() for name, shape in SHAPES.items()}
@@ -137,7 +137,7 @@ def test_placements_of_any_order_agree_with_the_affine_maps(ranks: list[list[int
     assert read_placements([describe(ranks)]) == {"m.0.mlp.experts.": tuple(map(tuple, ranks))}
 
 
-def test_releases_without_a_placement_are_contiguous() -> None:
+def test_experts_of_releases_without_a_placement_are_contiguous() -> None:
     layer = {"num_experts": 6, "ep_size": 2, "expert_key_prefix": "experts"}
     assert read_placements([layer]) == {"experts.": ((0, 1, 2), (3, 4, 5))}
     assert read_placements(None) == {}
@@ -168,7 +168,7 @@ def _swap(layer: dict[str, Any]) -> None:
         (lambda layer: layer.update(num_experts=1 << 40), "experts in a layer"),
     ],
 )
-def test_invalid_descriptions_are_refused(change: Callable[[dict[str, Any]], object], words: str) -> None:
+def test_invalid_placements_are_refused(change: Callable[[dict[str, Any]], object], words: str) -> None:
     layer = copy.deepcopy(describe([[0, 1, 2], [3, 4, 5]]))
     change(layer)
     with pytest.raises(ValueError, match=words):
@@ -201,14 +201,14 @@ def test_the_routers_second_name_is_an_alias_if_the_bytes_are_equal() -> None:
         (Piece(FileRecord("1", 72, 72, None), 0, (6, 3), "float32"), False),
     ],
 )
-def test_a_module_beside_the_router_is_no_alias_without_checksums(piece: Piece, is_alias: bool) -> None:
+def test_a_second_name_of_a_router_is_no_alias_without_checksums(piece: Piece, is_alias: bool) -> None:
     router = Piece(FileRecord("0", 0, 72, None), 0, (6, 3), "float32")
     aliases = find_router_aliases(["m.experts."], {"m.router.gate.weight": router, "m.gate.gate.weight": piece})
     assert bool(aliases) is is_alias
 
 
-def test_other_strides_are_other_contents() -> None:
-    """A transposed tensor with the same bytes and shape has the elements in another order."""
+def test_a_tensor_with_other_strides_is_no_alias_of_the_router() -> None:
+    """A transposed tensor with the same bytes and shape has its elements in another order."""
     plain = Piece(FileRecord("0", 0, 36, 1), 0, (3, 3), "float32")
     transposed = replace(plain, fault="its memory is not contiguous (shape (3, 3), strides (1, 3))")
     assert are_alike((plain.contents, plain.contents))
@@ -233,7 +233,7 @@ def compare(saved: dict[str, tuple[int, ...]], live: dict[str, tuple[int, ...]],
 
 @pytest.mark.parametrize("form", [OWN, AUTOEP], ids=["own", "autoep"])
 @pytest.mark.parametrize(("have", "want"), [(4, 8), (8, 4)])
-def test_another_number_is_refused_by_block(form: str, have: int, want: int) -> None:
+def test_another_number_of_experts_is_one_error_for_each_block(form: str, have: int, want: int) -> None:
     with pytest.raises(MismatchError) as error:
         compare(shape_all(form, have), shape_all(form, want))
     told = str(error.value)
@@ -243,12 +243,12 @@ def test_another_number_is_refused_by_block(form: str, have: int, want: int) -> 
     assert "Resume with the number of experts that was saved" in told
 
 
-def test_a_router_of_another_size_is_left_to_the_patterns_by_a_lenient_load() -> None:
-    """The patterns refuse it, because no rule declares its rows a vocabulary."""
+def test_a_router_of_another_size_is_refused_in_a_load_with_load_module_strict_false() -> None:
+    """The patterns refuse it because no rule declares its rows as a vocabulary."""
     assert "m.0.mlp.gate.weight" in compare(shape_all(AUTOEP, 4), shape_all(AUTOEP, 8), strict=False).resized
 
 
-def test_a_dense_difference_does_not_mention_experts() -> None:
+def test_an_error_about_dense_parameters_does_not_mention_experts() -> None:
     with pytest.raises(MismatchError) as error:
         compare({**shape_all(AUTOEP, 4), "more": (1,)}, shape_all(AUTOEP, 4))
     assert "expert" not in str(error.value)

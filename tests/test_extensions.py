@@ -1,4 +1,4 @@
-"""Special cases behind the registry: a plain resume imports none, and one file adds a case."""
+"""The registry of special cases: a plain resume imports no case, and one file adds a case."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_plain_resume_imports_no_extension(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-2:] == ["True ()", "deepspeed_ucp.extensions.registry"]
 
 
-def test_every_row_names_an_extension() -> None:
+def test_every_row_of_the_registry_names_an_extension() -> None:
     for row in registry.REGISTRY:
         hooks = {name for name in vars(type(row.make())) if not name.startswith("_")}
         assert any(hooks & vars(kind).keys() for kind in (registry.SaveExtension, registry.Extension)), row
@@ -76,7 +76,7 @@ class MadeUp(SaveExtension, Extension):
 
 @pytest.fixture
 def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One file and one row."""
+    """Add a special case by one file and one row."""
     (tmp_path / "made_up.py").write_text(MADE_UP)
     monkeypatch.setattr(extensions, "__path__", [*extensions.__path__, str(tmp_path)])
     row = SpecialCase(

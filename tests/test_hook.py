@@ -27,19 +27,19 @@ MODEL = Model((Param("a", (3, 5)),))
 
 
 class FakeEngine(UpstreamEngine, SimpleNamespace):
-    """An engine with a configuration only."""
+    """An engine that has only a configuration."""
 
     global_rank, global_steps = 0, 3
 
 
 def call(engine: FakeEngine, *args: Any, **kwargs: Any) -> mock.Mock:
-    """Load; returns DeepSpeed's load."""
+    """Call the hook of a load; return the mock of DeepSpeed's load."""
     original = mock.Mock(return_value=("path", {"client": 1}))
     assert hook._load_checkpoint(original, engine, *args, **kwargs) == ("path", {"client": 1})
     return original
 
 
-def test_with_the_plugin_off_deepspeeds_load_gets_every_argument() -> None:
+def test_a_load_with_the_plugin_off_passes_all_arguments_to_deepspeed() -> None:
     engine = FakeEngine(_config=SimpleNamespace(ucp_config=None))
     given = {"load_module_strict": False, "load_optimizer_states": False, "new_option": 3}
     others = {"load_lr_scheduler_states": True, "load_module_only": False, "custom_load_fn": None}
@@ -59,7 +59,7 @@ def test_with_the_plugin_off_deepspeeds_load_gets_every_argument() -> None:
     ],
     ids=["off", "made-early", "off-on-purpose", "same-topology", "no-checkpoint"],
 )
-def test_an_error_of_deepspeeds_load_gets_notes_if_the_plugin_would_help(
+def test_an_error_of_deepspeeds_load_recommends_the_plugin_if_it_would_help(
     config: dict[str, Any], folder: str, ranks: int, notes: bool | str, tmp_path: Path
 ) -> None:
     write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1, 2), tag="tag")
@@ -80,14 +80,14 @@ def test_an_error_of_deepspeeds_load_gets_notes_if_the_plugin_would_help(
         assert not found
 
 
-def test_deepspeed_handles_a_folder_without_checkpoint(tmp_path: Path) -> None:
+def test_a_folder_without_checkpoint_is_left_to_deepspeed(tmp_path: Path) -> None:
     engine = FakeEngine(_config=SimpleNamespace(ucp_config=UniversalConfig()))
     assert call(engine, str(tmp_path)).call_count == 1
     assert (engine.ucp_report.direct, engine.ucp_report.reason) == (False, "nothing to resume")
 
 
-def test_an_engine_whose_data_cannot_be_restored_is_not_used() -> None:
-    """Its weights have been loaded by then."""
+def test_an_engine_is_blocked_if_its_data_cannot_be_restored() -> None:
+    """At that point its weights have been loaded."""
     engine = FakeEngine(_config=SimpleNamespace(ucp_config=None))
     load: Any = lambda *_, **__: ("path", {KEY: {"data": {}}})  # noqa: E731
     carry(engine, "data", Carried(dict, mock.Mock(side_effect=MismatchError("other samples"))))
@@ -101,8 +101,8 @@ def test_an_engine_whose_data_cannot_be_restored_is_not_used() -> None:
 
 
 @pytest.mark.parametrize("on", [False, True])
-def test_with_the_plugin_off_a_load_is_not_collective(on: bool, tmp_path: Path) -> None:
-    """Single ranks may call DeepSpeed's load."""
+def test_a_load_with_the_plugin_off_is_not_collective(on: bool, tmp_path: Path) -> None:
+    """A single rank may call DeepSpeed's load."""
     engine = FakeEngine(_config=SimpleNamespace(ucp_config=UniversalConfig() if on else None))
     with mock.patch("deepspeed_ucp.engine_state.connect") as connect:
         connect.return_value.rank, connect.return_value.each.return_value = 0, [[]]
@@ -127,7 +127,7 @@ def test_info_lines_are_shown_unless_the_script_has_set_a_level(level: int, monk
 
 
 def save(engine: FakeEngine, folder: Path, *, tag: str | None = "tag") -> None:
-    """Save; DeepSpeed writes the files of ``folder``."""
+    """Save through the hook; DeepSpeed's stand-in writes the files of ``folder``."""
 
     def original(_engine: Any, save_dir: Any, tag: Any, *args: Any) -> bool:
         assert (save_dir, args) == (str(folder.parent), ({"client": 1},))
@@ -138,7 +138,7 @@ def save(engine: FakeEngine, folder: Path, *, tag: str | None = "tag") -> None:
 
 
 def save_nothing(engine: FakeEngine, folder: object) -> None:
-    """Save; DeepSpeed writes no files."""
+    """Save through the hook; DeepSpeed's stand-in writes no files."""
     assert hook._save_checkpoint(lambda *_: True, engine, str(folder), "tag")
 
 
@@ -164,13 +164,13 @@ def test_a_save_is_sealed_and_a_later_one_without_seal_removes_it(tmp_path: Path
     assert not (tmp_path / "off" / SEAL).exists()
 
 
-def test_all_positional_arguments_of_a_save_reach_deepspeed(tmp_path: Path) -> None:
+def test_a_save_passes_all_positional_arguments_to_deepspeed(tmp_path: Path) -> None:
     seen, given = list[object](), ({"client": 1}, False, True, "of a later release")
     hook._save_checkpoint(lambda _engine, *args: seen.append(args[1:]), make_engine(), str(tmp_path), "tag", *given)
     assert seen == [("tag", *given)]
 
 
-def test_a_save_by_deepspeeds_writer_is_sealed_at_its_commit(tmp_path: Path) -> None:
+def test_a_save_by_deepspeeds_decoupled_writer_is_sealed_at_its_commit(tmp_path: Path) -> None:
     engine, info = make_engine(seal=True), SimpleNamespace(save_dir=str(tmp_path), tag="tag")
     engine.checkpoint_engine = SimpleNamespace(is_decoupled=lambda: True, get_commit_info=lambda: info)
     save(engine, tmp_path / "tag")
@@ -180,7 +180,7 @@ def test_a_save_by_deepspeeds_writer_is_sealed_at_its_commit(tmp_path: Path) -> 
 
 
 def test_a_step_of_a_pipeline_waits_for_its_save() -> None:
-    """The writer may still read the tensors that the step changes, and DeepSpeed's pipelines do not wait."""
+    """The writer may still read tensors that the step changes, and DeepSpeed's pipelines do not wait."""
     done: list[str] = []
     engine = make_engine()
     engine.checkpoint_engine = SimpleNamespace(is_decoupled=lambda: True)
@@ -193,17 +193,17 @@ def test_a_step_of_a_pipeline_waits_for_its_save() -> None:
 
 
 class LateWriter:
-    """A checkpoint engine from outside DeepSpeed that writes the files of a save later."""
+    """A checkpoint engine of another library that writes the files of a save later."""
 
     def is_decoupled(self) -> bool:
         return False
 
 
 @pytest.mark.parametrize("place", ["engine", "torch.save"])
-def test_a_save_is_sealed_when_a_late_writer_has_finished(
+def test_a_save_is_sealed_after_a_late_writer_has_finished(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The files are checked 1, 2, 4, … steps later, and their writer is named."""
+    """The files are checked 1, 2, 4, … steps later, and the log names their writer."""
     engine, folder, checks = make_engine(seal=True), tmp_path / "tag", list[object]()
     engine.checkpoint_engine = LateWriter() if place == "engine" else None
     name = f"{__name__}.LateWriter"
@@ -230,7 +230,7 @@ def test_a_save_is_sealed_when_a_late_writer_has_finished(
     assert step(9) == 0 and len(caplog.messages) == 1
 
 
-def test_a_save_whose_writer_never_finishes_is_a_warning_at_the_next_one(tmp_path: Path, caplog: Any) -> None:
+def test_an_unfinished_save_is_a_warning_at_the_next_save(tmp_path: Path, caplog: Any) -> None:
     engine = make_engine(seal=True)
     engine.checkpoint_engine = LateWriter()
     save_nothing(engine, tmp_path / "first")
@@ -241,8 +241,10 @@ def test_a_save_whose_writer_never_finishes_is_a_warning_at_the_next_one(tmp_pat
     assert not (tmp_path / "first").exists() and (tmp_path / "tag" / SEAL).exists()
 
 
-def test_an_unsealed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """It removes an older seal, because of which a load would refuse it."""
+def test_an_unsealed_save_removes_an_older_seal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A load would refuse the save because of the older seal."""
     save(make_engine(seal=True), tmp_path / "tag")
     monkeypatch.setattr(sealing, "seal_folder", mock.Mock(side_effect=DiskFullError("no room for the seal")))
     save(make_engine(seal=True), tmp_path / "tag")
@@ -256,8 +258,10 @@ def test_a_save_to_a_url_is_a_warning(caplog: pytest.LogCaptureFixture, monkeypa
 
 
 @pytest.mark.parametrize(("kept", "stage"), [(False, 0), (True, 0), (False, 1)])
-def test_states_that_are_not_saved(kept: bool, stage: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A warning: DeepSpeed 0.17.6 to 0.18.4 expect separate files of optimizer states for every engine in bf16."""
+def test_optimizer_states_that_deepspeed_does_not_save_are_a_warning(
+    kept: bool, stage: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """DeepSpeed 0.17.6 to 0.18.4 write no optimizer states for some engines in bf16."""
     wrapper = type("FP16_UnfusedOptimizer", (), {})
 
     def original(*_: Any) -> bool:
@@ -280,7 +284,7 @@ def test_states_that_are_not_saved(kept: bool, stage: int, tmp_path: Path, caplo
 def test_an_error_of_all_ranks_is_printed_in_full_once(
     load: bool, fault: bool, echo: bool, local_rank: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """Rank 0 prints it with the script's frames, one rank of each other node a line. A bug keeps its traceback."""
+    """Rank 0 prints it with the script's frames, one rank of each other node as a line. Bugs keep their traceback."""
     engine = FakeEngine(_config=SimpleNamespace(ucp_config=UniversalConfig()))
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     monkeypatch.setattr(uncaught, "_HEAD_START", 0)
@@ -315,7 +319,9 @@ def test_an_error_of_all_ranks_is_printed_in_full_once(
         assert calls and all(__file__ in line for line in calls)
 
 
-def test_other_errors_are_printed_as_usual(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_of_other_libraries_keep_pythons_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     uncaught.shorten_uncaught()
     shortened = sys.excepthook

@@ -1,4 +1,4 @@
-"""Tensors that transformers and PEFT rename, join or cut are loaded as by these libraries, to the bit."""
+"""Loads rename, join and cut tensors like transformers and PEFT, to the bit."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ PAIRS = {
 
 
 def read(folder: Path, module: Any, own: Collection[str] = ()) -> tuple[Reading, AtomicIndex]:
-    """A folder as a load of it into a model sees it."""
+    """Read a folder like a load into a model."""
     index = open_checkpoint(str(folder), Comm())
     reading = read_into(index, module, {strip_compiled(name) for name in module.state_dict()}, own)
     return reading, reading.carry_out(index)
@@ -87,7 +87,7 @@ def check_read(found: dict[str, torch.Tensor], wanted: torch.nn.Module, *alone: 
 
 
 @pytest.mark.parametrize("case", PAIRS)
-def test_names_and_forms_are_transformers_s(tmp_path: Path, case: str) -> None:
+def test_tensors_are_renamed_and_cut_like_by_transformers(tmp_path: Path, case: str) -> None:
     saved, live, config = PAIRS[case]
     torch.manual_seed(0)
     saved(config).save_pretrained(tmp_path)
@@ -106,10 +106,11 @@ def test_names_and_forms_are_transformers_s(tmp_path: Path, case: str) -> None:
     ],
 )
 @pytest.mark.parametrize("old", [False, True], ids=["5", "4"])
-def test_a_differing_configuration_is_described(tmp_path: Path, old: bool, live: dict[str, Any], odd: str) -> None:
-    """The shapes are equal."""
+def test_a_configuration_that_differs_in_equal_shapes_is_described(
+    tmp_path: Path, old: bool, live: dict[str, Any], odd: str
+) -> None:
     LlamaForCausalLM(LLAMA).save_pretrained(tmp_path)
-    if old:  # as transformers 4 writes it
+    if old:  # the form of transformers 4
         config = {**LLAMA.to_dict(), "rope_theta": 10000.0}
         del config["rope_parameters"]
         (tmp_path / "config.json").write_text(json.dumps(config))
@@ -118,8 +119,7 @@ def test_a_differing_configuration_is_described(tmp_path: Path, old: bool, live:
     assert [odd in note for note in notes] == [True] * bool(odd)
 
 
-def test_names_and_buffers_of_old_files(tmp_path: Path) -> None:
-    """Names of long ago, and buffers that are no parameters any more."""
+def test_old_names_are_renamed_and_old_buffers_ignored(tmp_path: Path) -> None:
     model = BertForMaskedLM(BERT)
     model.save_pretrained(tmp_path)
     held = load_file(tmp_path / "model.safetensors")
@@ -131,8 +131,8 @@ def test_names_and_buffers_of_old_files(tmp_path: Path) -> None:
     assert "bert.embeddings.position_ids is of no use" in reading.describe()
 
 
-def test_states_of_a_run_under_names_of_files_move_along(tmp_path: Path) -> None:
-    """A run under transformers 4, with the names of files in memory, resumes under 5."""
+def test_optimizer_states_are_renamed_with_their_parameters(tmp_path: Path) -> None:
+    """Transformers 5 resumes a run of transformers 4, whose modules have the names of the files."""
     Qwen2MoeForCausalLM(QWEN).save_pretrained(tmp_path / "hf")
     shapes = {name: tuple(held.shape) for name, held in load_file(tmp_path / "hf" / "model.safetensors").items()}
     described = Model(tuple(Param(name, shape) for name, shape in shapes.items()))
@@ -149,8 +149,8 @@ def test_states_of_a_run_under_names_of_files_move_along(tmp_path: Path) -> None
             check_same({each: found}, {each: torch.stack([*map(torch.cat, parts)])})
 
 
-def test_saved_tensors_of_a_run_are_not_replaced(tmp_path: Path) -> None:
-    """Names that transformers would map to the base are kept."""
+def test_trained_tensors_of_a_run_are_neither_renamed_nor_dropped(tmp_path: Path) -> None:
+    """Transformers would rename or ignore them."""
     live = LlamaForCausalLM(LLAMA)
     live._keys_to_ignore_on_load_unexpected = ["mtp", "inv_freq"]
     more = [Param("norm.weight", (16,)), Param("mtp.weight", (2,)), Param("inv_freq", (2,), frozen=True)]
@@ -171,7 +171,7 @@ def test_transposing_conversions_are_refused(tmp_path: Path, monkeypatch: pytest
     save_file({"model.layers.0.self_attn.q.weight": torch.ones(16, 16)}, tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedError, match=r"q.weight → .*q_proj.weight.*\(Transpose\).*from_pretrained before"):
         read(tmp_path, model)
-    reading, _ = read(tmp_path, model, own={"model.layers.0.self_attn.q.weight"})  # a rule of the user's
+    reading, _ = read(tmp_path, model, own={"model.layers.0.self_attn.q.weight"})  # a rule of the user
     assert not reading.made
 
 
@@ -183,13 +183,13 @@ def test_incomplete_experts_are_refused(tmp_path: Path) -> None:
         read(tmp_path, Qwen2MoeForCausalLM(QWEN))
 
 
-def test_other_models_keep_their_names(tmp_path: Path) -> None:
+def test_names_of_models_of_other_libraries_are_kept(tmp_path: Path) -> None:
     save_file({"embed_tokens.weight": torch.ones(32, 16)}, tmp_path / "model.safetensors")
     assert not read(tmp_path, torch.nn.Linear(2, 2))[0].made
 
 
-class Around(torch.nn.Module):
-    """A model of a library in a module of somebody else's, as Lightning has it."""
+class Wrapping(torch.nn.Module):
+    """A module that wraps a library's model, like Lightning."""
 
     def __init__(self, *inner: torch.nn.Module) -> None:
         super().__init__()
@@ -198,22 +198,22 @@ class Around(torch.nn.Module):
         self.value = torch.nn.Linear(2, 1)
 
 
-def test_a_model_inside_of_a_module(tmp_path: Path) -> None:
-    """The names get a prefix; with two models the mapping is ambiguous."""
+def test_names_of_a_wrapped_model_get_the_wrappers_prefix(tmp_path: Path) -> None:
+    """With two models the mapping is ambiguous."""
     Qwen2MoeForCausalLM(QWEN).save_pretrained(tmp_path)
     live = Qwen2MoeForCausalLM(QWEN)
-    found = read_tensors(read(tmp_path, Around(live))[1])
+    found = read_tensors(read(tmp_path, Wrapping(live))[1])
     assert found.keys() == {f"model.{name}" for name in live.state_dict()}
     check_same(
         {"it": found["model.model.layers.1.mlp.experts.down_proj"]},
         {"it": Qwen2MoeForCausalLM.from_pretrained(tmp_path).model.layers[1].mlp.experts.down_proj},
     )
     compiled = torch.nn.Module()
-    compiled.add_module("_orig_mod", live)  # as torch.compile has it
+    compiled.add_module("_orig_mod", live)  # like torch.compile
     assert read_tensors(read(tmp_path, compiled)[1]).keys() == set(live.state_dict())
-    assert not read(tmp_path, Around(live, LlamaForCausalLM(LLAMA)))[0].made
+    assert not read(tmp_path, Wrapping(live, LlamaForCausalLM(LLAMA)))[0].made
     wrap().save_pretrained(tmp_path / "peft")
-    held = read_tensors(read(tmp_path / "peft", Around(around := wrap("other")))[1])
+    held = read_tensors(read(tmp_path / "peft", Wrapping(around := wrap("other")))[1])
     assert held.keys() == {f"model.{name}" for name, param in around.named_parameters() if param.requires_grad}
 
 
@@ -245,7 +245,7 @@ def test_a_base_is_loaded_into_a_wrapped_model(tmp_path: Path, saved: Any) -> No
 
 @pytest.mark.parametrize("saved", ["shared", "encoder.embed_tokens", "decoder.embed_tokens", "lm_head"])
 def test_a_tied_embedding_is_read_under_any_of_its_names(tmp_path: Path, saved: str) -> None:
-    """Also into an encoder alone, which has no name for the decoder's, and into a copy that PEFT has made of it."""
+    """The live model may be only an encoder, without the decoder's name, or a copy of it by PEFT."""
     model = T5ForConditionalGeneration(T5)
     ties = {f"{name}.weight" for name in ("shared", "encoder.embed_tokens", "decoder.embed_tokens", "lm_head")}
     held = {key: value.clone() for key, value in model.state_dict().items() if key not in ties - {f"{saved}.weight"}}
@@ -268,7 +268,7 @@ def test_an_untied_head_supplies_no_embedding() -> None:
     assert find_tied(encoder, ["shared.weight"], ["lm_head.weight"]) == {}
 
 
-def test_modules_of_the_base_may_be_named_as_in_peft(tmp_path: Path) -> None:
+def test_base_models_may_have_modules_with_names_of_peft(tmp_path: Path) -> None:
     parts = {"base_layer": torch.nn.Linear(2, 2), "other": torch.nn.Linear(2, 2)}
     base = torch.nn.Sequential(torch.nn.ModuleDict(parts))
     save_file(base.state_dict(), tmp_path / "model.safetensors")
@@ -278,7 +278,7 @@ def test_modules_of_the_base_may_be_named_as_in_peft(tmp_path: Path) -> None:
     assert "base_model.model.0.base_layer.weight" in reading.made
 
 
-def test_an_adapter_goes_into_the_only_one_of_a_model(tmp_path: Path) -> None:
+def test_an_adapter_loads_into_the_only_adapter_of_a_model(tmp_path: Path) -> None:
     wrap().save_pretrained(tmp_path)
     index = read(tmp_path, wrap("other"))[1]
     trained = {name for name, param in wrap("other").named_parameters() if param.requires_grad}
@@ -291,8 +291,10 @@ def test_an_adapter_goes_into_the_only_one_of_a_model(tmp_path: Path) -> None:
 # -- the hub ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_id_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """A run that was to begin with a model does not begin from scratch without a word."""
+def test_an_id_of_the_hub_as_folder_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise a run that should start from a model would start from scratch."""
     snapshot = tmp_path / "models--some--model" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (tmp_path / "models--some--model" / "refs").mkdir()

@@ -1,4 +1,4 @@
-"""The package imports quickly, and installs its hook in any order of imports."""
+"""Imports of the package are fast, and install its hook in any order with DeepSpeed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.interpreter import FAKE, run_python
 
 
 def run(code: str) -> str:
-    """Run code in a new interpreter; returns its output."""
+    """Run code in a new interpreter and return its output."""
     return run_python("-c", textwrap.dedent(code)).stdout.strip()
 
 
@@ -34,7 +34,7 @@ def run(code: str) -> str:
     ],
     ids=["commands", "verify-and-inspect"],
 )
-def test_commands_import_no_heavy_library(modules: list[str], absent: list[str]) -> None:
+def test_modules_of_commands_import_no_slow_library(modules: list[str], absent: list[str]) -> None:
     found = run(f"""
         import importlib, sys
         for name in {modules}:
@@ -44,26 +44,26 @@ def test_commands_import_no_heavy_library(modules: list[str], absent: list[str])
     assert found.splitlines() == [f"- {name} []" for name in modules]
 
 
-def test_an_import_opens_nothing() -> None:
-    """An import opens no socket, thread or file, and imports no slow module."""
+def test_importing_the_package_opens_no_file_socket_or_thread() -> None:
+    """It imports no slow module, either."""
     found = run("""
         import sys, threading
-        seen, before = [], set(sys.modules)
-        sys.addaudithook(lambda name, args: seen.append((name, args)))
+        events, before = [], set(sys.modules)
+        sys.addaudithook(lambda name, args: events.append((name, args)))
         import deepspeed_ucp
         slow = {"asyncio", "dataclasses", "inspect", "numpy", "pydantic"} & (set(sys.modules) - before)
-        opened = [args[0] for name, args in seen if name == "open" and not str(args[0]).endswith((".py", ".pyc"))]
-        sockets = [name for name, _ in seen if name.startswith("socket.") and name != "socket.__new__"]
+        opened = [args[0] for name, args in events if name == "open" and not str(args[0]).endswith((".py", ".pyc"))]
+        sockets = [name for name, _ in events if name.startswith("socket.") and name != "socket.__new__"]
         print(opened, sockets, threading.active_count(), slow)
     """)
     assert found == "[] [] 1 set()"
 
 
 @pytest.mark.engine_smoke
-def test_every_module_imports() -> None:
-    """Features that some releases of DeepSpeed lack are imported at their use; all exported names exist."""
+def test_every_module_imports_and_has_its_exported_names() -> None:
+    """Features that some releases of DeepSpeed lack must be imported at their use."""
     for module in pkgutil.walk_packages(deepspeed_ucp.__path__, "deepspeed_ucp."):
-        if not module.name.endswith("__main__"):  # that one runs
+        if not module.name.endswith("__main__"):  # importing it runs the command
             imported = importlib.import_module(module.name)
             assert [name for name in getattr(imported, "__all__", ()) if not hasattr(imported, name)] == []
 
@@ -99,12 +99,12 @@ show(); thread.join()
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_the_hook_exists_in_any_order(order: str) -> None:
+def test_the_hook_is_installed_in_any_order_of_imports(order: str) -> None:
     found = run(FAKE + ORDERS[order])
     assert found.startswith("[False, False]") if order.startswith("uninstalled") else found == "[True, True] None"
 
 
-def test_an_import_from_within_the_engines_module_is_a_warning() -> None:
+def test_an_import_by_the_module_of_the_engine_warns_that_no_hook_is_installed() -> None:
     printed = run(
         FAKE
         + """
@@ -119,19 +119,19 @@ deepspeed_ucp = sys.modules["deepspeed_ucp"]; deepspeed_ucp.install(); show()
     assert (before, after) == ("[False, False] absent", "[True, True] None")
 
 
-# A library that uses DeepSpeed: a class, one that inherits a wrapped method, and a function of another module.
+# A library that uses DeepSpeed: a class, a subclass that inherits a wrapped method, and a function of another module.
 LIBRARY = """
 SOURCES.update({
     "library": "",
-    "library.calls": "def load(): return 'own'",
+    "library.calls": "def load(): return 'original'",
     "library.trainer": "from .calls import load\\n"
-        "class Base:\\n    def save(self, folder): return 'own ' + folder\\n"
-        "class Trainer(Base):\\n    def train(self, steps): return 'own %d' % steps",
+        "class Base:\\n    def save(self, folder): return 'original ' + folder\\n"
+        "class Trainer(Base):\\n    def train(self, steps): return 'original %d' % steps",
 })
 from deepspeed_ucp import attach
 from tests.support.interpreter import FAKE, run_python
 replaced = sys.modules["deepspeed_ucp.trainers.replaced"] = types.ModuleType("replaced")
-replaced.call = lambda original, *args, **kwargs: "ours, " + original(*args, **kwargs)
+replaced.call = lambda original, *args, **kwargs: "wrapped, " + original(*args, **kwargs)
 for name in ("Trainer.train", "Trainer.save", "load", "Trainer.of_another_release", "Gone.train"):
     attach.TABLE.append(attach.Wrapped("library.trainer", name, "trainers.replaced", "call"))
 
@@ -147,22 +147,25 @@ def use():
     ["import library.trainer", "attach.uninstall(); import library.trainer; attach.install_when_imported()"],
     ids=["ours-first", "library-first"],
 )
-def test_a_trainer_is_wrapped_like_deepspeed(order: str) -> None:
-    """Right after its import, which does not import DeepSpeed; without DeepSpeed the original runs."""
+def test_a_trainers_methods_are_wrapped_after_its_import(order: str) -> None:
+    """The import of the trainer does not import DeepSpeed. Without DeepSpeed the original methods run."""
     printed = run(
         FAKE
         + LIBRARY
         + order
         + "; use(); print('deepspeed' in sys.modules); import deepspeed; use(); attach.uninstall(); use()"
     )
-    without, names, imported, wrapped, _, own, own_names = printed.splitlines()
-    assert without == own == "['own 3', 'own here', 'own', 'own']"
-    assert wrapped == "['ours, own 3', 'ours, own here', 'ours, own', 'own']"
-    assert (names, imported, own_names) == ("own here ['save', 'train']", "False", "own here ['train']")
+    without_deepspeed, names, imported, wrapped, _, uninstalled, names_uninstalled = printed.splitlines()
+    assert without_deepspeed == uninstalled == "['original 3', 'original here', 'original', 'original']"
+    assert wrapped == "['wrapped, original 3', 'wrapped, original here', 'wrapped, original', 'original']"
+    assert (names, imported) == ("original here ['save', 'train']", "False")
+    assert names_uninstalled == "original here ['train']"
 
 
-def test_a_missing_method_is_one_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Unless old releases do not need it."""
+def test_a_method_that_a_library_lacks_is_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A method of newer releases (`newer=True`) may be missing."""
     trainer = ModuleType("library.trainer")
     row = attach.Wrapped("library.trainer", "Trainer.of_another_release", "hook", "resume")
     monkeypatch.setitem(sys.modules, trainer.__name__, trainer)
@@ -173,14 +176,14 @@ def test_a_missing_method_is_one_warning(monkeypatch: pytest.MonkeyPatch, caplog
     assert message.startswith("this release of library has no Trainer.of_another_release")
 
 
-def test_deepspeed_itself_gets_the_hook() -> None:
+def test_load_checkpoint_of_the_installed_deepspeed_is_wrapped() -> None:
     import deepspeed
 
     assert deepspeed.DeepSpeedEngine.load_checkpoint.__wrapped__
     assert attach._originals
 
 
-def test_public_names_exist() -> None:
+def test_every_name_in_all_exists() -> None:
     for name in deepspeed_ucp.__all__:
         assert getattr(deepspeed_ucp, name)
         assert name in dir(deepspeed_ucp)

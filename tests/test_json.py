@@ -1,4 +1,4 @@
-"""Invalid JSON in each file that the package reads raises an error of the package with the file's name."""
+"""Invalid JSON in any file that the package reads raises a `UcpError` with the file's name."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def is_refused(reader: str, folder: Path, document: bytes) -> bool:
 @pytest.mark.parametrize("document", NO_OBJECTS)
 @pytest.mark.parametrize("reader", READERS)
 def test_documents_without_an_object_are_refused(tmp_path: Path, reader: str, document: str) -> None:
-    is_taken = reader in OF_ANY_FORM or (reader, document) == ("ds_config", "empty")  # as in DeepSpeed
+    is_taken = reader in OF_ANY_FORM or (reader, document) == ("ds_config", "empty")  # like DeepSpeed
     assert is_refused(reader, tmp_path, NO_OBJECTS[document]) or is_taken
 
 
@@ -128,8 +128,8 @@ def test_a_document_beyond_the_limit_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("document", ["twice", "nan"])
-def test_strict_documents_are_unambiguous(tmp_path: Path, document: str) -> None:
-    """Files of other libraries may have both, such as the Trainer's a loss of NaN."""
+def test_duplicate_keys_and_nan_are_refused_in_strict_documents(tmp_path: Path, document: str) -> None:
+    """Files of other libraries may have both. For example, the Trainer writes a loss of NaN."""
     path = tmp_path / "it.json"
     path.write_bytes(OBJECTS[document])
     assert jsonfile.read_json(str(path)).keys() == {"a"}

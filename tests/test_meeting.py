@@ -1,4 +1,4 @@
-"""Ranks wait for each other outside of collectives, which have timeouts, but not for ranks that have died."""
+"""Ranks wait for slow peers outside of collectives, whose timeouts would expire, but not for dead ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.mpi import run_torch
 WAITING = str(Path(__file__).parent / "support" / "waiting.py")
 
 
-def test_no_collective_waits_for_a_slow_rank(tmp_path: Path) -> None:
+def test_a_slow_rank_does_not_expire_the_timeout_of_a_collective(tmp_path: Path) -> None:
     source = write_source(tmp_path)
     convert(source, tmp_path / "alone")
     for code, _, err in run_torch(2, [WAITING, "late", str(source)]):
@@ -58,11 +58,11 @@ def here(monkeypatch: pytest.MonkeyPatch) -> HashStore:
 
 
 def become(monkeypatch: pytest.MonkeyPatch, left: int) -> None:
-    """Become another process with this number of errors."""
+    """Simulate another process with this number of errors."""
     monkeypatch.setattr(meeting, "_here", meeting._MeetingState(left))
 
 
-def test_an_error_of_one_rank_alone_ends_the_others(here: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_only_one_rank_ends_its_peers(here: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
     meeting.leave(here, 1, MemoryError("oh\nno"))
     become(monkeypatch, left=0)
     with pytest.raises(RemoteError, match=r"^\[rank 1\] MemoryError: oh\s+no$") as error:
@@ -76,7 +76,7 @@ def test_an_error_of_one_rank_alone_ends_the_others(here: HashStore, monkeypatch
 def test_an_error_of_every_rank_does_not_affect_later_barriers(
     here: HashStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each rank raises it separately, and a script may continue."""
+    """Each rank raises it, and the script may continue."""
     meeting.leave(here, 1, ValueError("tag"))
     become(monkeypatch, left=0)
     meeting.leave(here, 0, ValueError("tag"))
@@ -90,7 +90,7 @@ def test_an_error_of_every_rank_does_not_affect_later_barriers(
         meeting.meet(here, 0, 2)
 
 
-def test_ranks_wait_while_there_are_heartbeats(here: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_wait_for_a_peer_with_heartbeats(here: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = iter(range(10000))
 
     def sleep(_seconds: float) -> None:
@@ -111,7 +111,7 @@ def test_an_unreachable_store_is_an_error() -> None:
         meeting.meet(store, 0, 2)
 
 
-def test_ranks_wait_for_reads_of_deepspeeds_own_load() -> None:
+def test_ranks_wait_for_each_other_before_reads_of_deepspeeds_load() -> None:
     calls: list[str] = []
 
     class Waiting(Comm):

@@ -1,4 +1,4 @@
-"""The source archive passes its tests, an installation starts with Python, and links in documents work."""
+"""The source archive passes its tests, an installation starts with Python, and links in documents are valid."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def list_ours() -> set[str]:
     return {name for name in found if "__pycache__" not in name} | {"LICENSE", "Makefile"}
 
 
-def test_the_source_archive_is_whole_and_passes_its_own_tests(tmp_path: Path) -> None:
-    """Its tests run under `-m exhaustive`."""
+def test_the_source_archive_is_complete_and_passes_its_tests(tmp_path: Path) -> None:
+    """Its tests are run only under `-m exhaustive`."""
     source = tmp_path / "source"  # the build writes into its folder
     for name in list_ours():
         (source / name).parent.mkdir(parents=True, exist_ok=True)
@@ -57,8 +57,8 @@ def test_the_source_archive_is_whole_and_passes_its_own_tests(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", params(["build_wheel"], ["build_editable"]))
-def test_an_installed_one_is_started_by_the_environment(kind: str, tmp_path: Path) -> None:
-    """In a new virtual environment; an uninstallation removes all files."""
+def test_the_environment_variable_starts_an_installed_plugin(kind: str, tmp_path: Path) -> None:
+    """The test installs into a new virtual environment. An uninstallation removes all files."""
     source, wheels, environment = tmp_path / "source", tmp_path / "wheels", tmp_path / "venv"
     shutil.copytree(ROOT / "deepspeed_ucp", source / "deepspeed_ucp", ignore=shutil.ignore_patterns("__pycache__"))
     scripts = ("setup.py", "setup.cfg", "pyproject.toml", "deepspeed_ucp_startup.py")
@@ -110,7 +110,7 @@ def list_anchors(document: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_link_leads_somewhere(document: Path) -> None:
+def test_every_link_of_a_document_has_a_target(document: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text(encoding="utf-8")):
         if re.match(r"https?://", link):
             continue

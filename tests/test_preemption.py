@@ -63,8 +63,8 @@ def test_a_repeated_signal_counts_once(engine: Engine) -> None:
     assert end.value.code == 0 and len(engine.saves) == 3
 
 
-def test_a_save_by_deepspeeds_writer_is_committed_before_the_ranks_end(engine: Engine) -> None:
-    """DeepSpeed would commit it in the next step, which never comes; Python would wait for the writer process."""
+def test_a_save_by_deepspeeds_decoupled_writer_is_committed_before_exit(engine: Engine) -> None:
+    """DeepSpeed would commit it in the next step, which is never run. Python would wait for the writer process."""
     cleanup = partial(engine.saves.append, "cleanup")
     engine.checkpoint_engine = SimpleNamespace(is_decoupled=lambda: True, cleanup=cleanup)
     os.kill(os.getpid(), signal.SIGUSR1)
@@ -77,7 +77,7 @@ def test_a_save_by_deepspeeds_writer_is_committed_before_the_ranks_end(engine: E
 
 
 def test_a_signal_is_logged_when_it_is_received(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    """No save is made before the next step, and at exit one line says that none was made."""
+    """The save follows in the next step. If the process exits before it, the log reports the missing save."""
     for _ in range(2):
         signal.raise_signal(signal.SIGTERM)
     wait_until(lambda: "SIGTERM received: all ranks save at the end of the next step" in caplog.text)
@@ -91,7 +91,7 @@ def test_a_signal_is_logged_when_it_is_received(engine: Engine, caplog: pytest.L
 
 
 def receive(number: int, caplog: pytest.LogCaptureFixture, **options: Any) -> tuple[object, str]:
-    """Send this rank a signal; returns its exit code or error (None if it continues), and the log line of `follow`."""
+    """Signal this rank; return its exit code or error (None if it continues) and the log line of `follow`."""
     caplog.set_level("INFO", "deepspeed_ucp")
     engine, code = Engine(saves=[]), None
     preemption.follow(engine, "folder", **options)
@@ -153,7 +153,7 @@ def test_the_innermost_platform_chooses_the_exit_code(
 def test_a_slurm_job_is_requeued_after_its_save(
     state: str | None, requeue: str, calls: list[str], fault: str, tmp_path: Path, monkeypatch: Any, caplog: Any
 ) -> None:
-    """With a stand-in for scontrol; tests/platforms uses a real one."""
+    """The test has a stand-in for scontrol; tests/platforms uses the real command."""
     if state is not None:
         (tmp_path / "scontrol").write_text(
             f"#!/bin/sh\necho $* >> {tmp_path}/calls\n"
@@ -171,7 +171,9 @@ def test_a_slurm_job_is_requeued_after_its_save(
     assert code == int(bool(fault))
 
 
-def test_rays_thread_follows_no_signal(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_follow_in_a_thread_of_ray_handles_no_signal(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     engine, failed = Engine(saves=[]), list[BaseException]()
 
     def follow() -> None:
@@ -194,7 +196,7 @@ def test_rays_thread_follows_no_signal(monkeypatch: pytest.MonkeyPatch, caplog: 
 
 
 def test_a_second_follow_restores_a_replaced_handler(engine: Engine) -> None:
-    """The Trainer's save on SIGTERM resets the handler."""
+    """For example, the Trainer's save on SIGTERM resets the handler."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     preemption.follow(engine, "folder")
     signal.raise_signal(signal.SIGTERM)
@@ -227,7 +229,7 @@ def test_a_pod_that_gets_sigterm_saves_and_fails() -> None:
             pytest.skip("no namespaces here")
         (inner,) = psutil.Process(outer.pid).children()
         inner.send_signal(signal.SIGTERM)
-        with suppress(psutil.NoSuchProcess):  # it has been quick
+        with suppress(psutil.NoSuchProcess):  # it may have exited
             inner.send_signal(signal.SIGTERM)
         assert outer.stdout.read() == "saved\n"
         assert outer.wait(timeout=120) == 143
@@ -235,12 +237,12 @@ def test_a_pod_that_gets_sigterm_saves_and_fails() -> None:
 
 @pytest.mark.usefixtures("engine")
 def test_sigterm_ends_a_forked_process() -> None:
-    """Otherwise ``Process.terminate`` and the end of a pool would wait without end."""
+    """Otherwise ``Process.terminate`` and the end of a pool would never return."""
     context = multiprocessing.get_context("fork")
     begun = context.Event()
     child = context.Process(target=lambda: (begun.set(), time.sleep(600)))
     child.start()
-    assert begun.wait(120)  # a signal at the moment of the fork is lost in any process
+    assert begun.wait(120)  # any process loses a signal during its fork
     child.terminate()
     child.join(120)
     assert child.exitcode == -signal.SIGTERM

@@ -1,4 +1,4 @@
-"""Random states in another topology, also of the curriculum sampler."""
+"""Random states in another topology, and of the curriculum sampler."""
 
 from __future__ import annotations
 
@@ -44,35 +44,38 @@ def coords_of(place: Place) -> rng.Coords:
 
 
 def make_states(degrees: Degrees, axes: tuple[int, ...]) -> dict[rng.Coords, rng.State]:
-    """A state for each place, that differs along some axes."""
+    """Make a state for each place; states differ along these axes."""
     return {coords_of(each): (str(rng.project(coords_of(each), axes)),) for each in list_places(degrees)}
 
 
 def make_file(states: dict[rng.Coords, rng.State], stage: int, tensor: int) -> dict[str, Any]:
-    """The file of a model-parallel rank, written by its first data-parallel rank."""
+    """Make the file of a model-parallel rank, which its first data-parallel rank writes."""
     known = [(coords, {"torch": state}) for coords, state in states.items() if coords[:2] == (stage, tensor)]
     return rng.make_record(known, {"torch": rng.find_axes(states)}, 11, 5)
 
 
-def read_own(states: dict[rng.Coords, rng.State], saved: Degrees, place: Place) -> dict[str, Any]:
-    """The file that a rank reads: its own at the saved model-parallel degrees, else that of the first rank."""
+def make_read_file(states: dict[rng.Coords, rng.State], saved: Degrees, place: Place) -> dict[str, Any]:
+    """Make the file that a rank reads: its file at the saved model-parallel degrees, else rank 0's file."""
     same = (place.pp, place.tp) == saved[:2]
     return make_file(states, place.pp_rank if same else 0, place.tp_rank if same else 0)
 
 
 @given(DEGREES, AXES)
-def test_the_same_world_goes_on_with_its_own(degrees: Degrees, axes: tuple[int, ...]) -> None:
+def test_each_rank_of_an_unchanged_topology_restores_its_random_states(degrees: Degrees, axes: tuple[int, ...]) -> None:
     states = make_states(degrees, axes)
     for place in list_places(degrees):
-        assert rng.find_state(read_own(states, degrees, place), "torch", place) == states[coords_of(place)]
+        assert rng.find_state(make_read_file(states, degrees, place), "torch", place) == states[coords_of(place)]
 
 
 @given(DEGREES, DEGREES, AXES)
-def test_in_another_world_none_that_differ_coincide(saved: Degrees, live: Degrees, axes: tuple[int, ...]) -> None:
+def test_random_states_that_differed_between_ranks_differ_in_another_topology(
+    saved: Degrees, live: Degrees, axes: tuple[int, ...]
+) -> None:
     states = make_states(saved, axes)
     kept = rng.find_axes(states)
     found = {
-        coords_of(place): rng.find_state(read_own(states, saved, place), "torch", place) for place in list_places(live)
+        coords_of(place): rng.find_state(make_read_file(states, saved, place), "torch", place)
+        for place in list_places(live)
     }
     for one, other in product(found, repeat=2):
         assert (found[one] == found[other]) is (rng.project(one, kept) == rng.project(other, kept))
@@ -81,7 +84,7 @@ def test_in_another_world_none_that_differ_coincide(saved: Degrees, live: Degree
             assert state == states[rng.project(coords, kept)]
 
 
-def test_saved_ranks_keep_their_states() -> None:
+def test_ranks_of_the_saved_topology_keep_their_random_states_in_a_larger_one() -> None:
     states = make_states((1, 1, 2), (2,))
     found = [rng.find_state(make_file(states, 0, 0), "torch", place) for place in list_places((1, 1, 4))]
     assert found[:2] == list(states.values())
@@ -89,8 +92,8 @@ def test_saved_ranks_keep_their_states() -> None:
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_trackers_of_a_single_tensor_parallel_rank_differ_on_several(known: bool) -> None:
-    """The only axis along which their states are known to differ; other states are shared."""
+def test_tracker_states_of_one_tensor_parallel_rank_are_made_different_on_several(known: bool) -> None:
+    """Tracker states are known to differ only along this axis. Other states are shared."""
     held = {"tracker:a": ("a",), "torch": ("t",)}
     record = rng.make_record([((0, 0, 0), held)], dict.fromkeys(held, ()), 11, 5)
     record |= {"degrees": (1, 1, 1)} if known else {}
@@ -102,11 +105,11 @@ def test_trackers_of_a_single_tensor_parallel_rank_differ_on_several(known: bool
 
 
 @pytest.mark.parametrize("name", ["python", "numpy", "torch"])
-def test_a_generator_goes_on_where_it_stood(name: str) -> None:
+def test_restoring_a_generator_continues_its_sequence(name: str) -> None:
     draw = {"python": random.gauss, "numpy": np.random.randn, "torch": lambda *_: torch.randn(1).item()}[name]
     generator = rng.list_generators()[name]
     generator.seed(3)
-    draw(0, 1) if name == "python" else draw()  # the second of a pair of normal numbers is part of the state
+    draw(0, 1) if name == "python" else draw()  # the state includes the second of a pair of normal numbers
     state = generator.read()
     first = [draw(0, 1) if name == "python" else draw() for _ in range(700)]
     generator.seed(4)
@@ -115,7 +118,7 @@ def test_a_generator_goes_on_where_it_stood(name: str) -> None:
 
 
 @pytest.mark.parametrize("position", [-1, 625, 2**31 - 1])
-def test_a_position_outside_numpys_words_is_refused(position: int) -> None:
+def test_a_numpy_state_with_an_invalid_position_is_refused(position: int) -> None:
     generator, place = rng.list_generators()["numpy"], Place(0, 1, 0, 1, 0, 1)
     kind, words, _, *rest = before = generator.read()
     saved = rng.make_record([(coords_of(place), {"numpy": (kind, words, position, *rest)})], {"numpy": ()}, 1, 2)
@@ -124,8 +127,8 @@ def test_a_position_outside_numpys_words_is_refused(position: int) -> None:
     assert generator.read() == before
 
 
-def test_a_missing_tracker_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    """Such as in a script that loads before it seeds its tensor-parallel ranks."""
+def test_a_saved_tracker_that_the_script_lacks_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """For example, the script may load before it seeds its tensor-parallel ranks."""
     states = {name: each.read() for name, each in rng.list_generators().items()}
     for name in ("python", "accelerator", "tracker:mp"):
         known = {name: (b"",), **states}
@@ -137,7 +140,7 @@ def test_a_missing_tracker_is_a_warning(caplog: pytest.LogCaptureFixture) -> Non
 @pytest.mark.parametrize(
     ("degrees", "dp", "logs"), [((1, 1, 1), 2, True), ((1, 1, 2), 2, False), ((1, 1, 1), 1, False), (3, 2, False)]
 )
-def test_a_state_that_several_ranks_share_is_logged(
+def test_a_random_state_that_all_live_ranks_share_is_logged(
     degrees: Any, dp: int, logs: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "deepspeed_ucp")
@@ -155,7 +158,7 @@ def test_a_state_that_several_ranks_share_is_logged(
         {"version": 9, "seed": 1, "step": 2, "axes": {}, "states": {}},
     ],
 )
-def test_an_unknown_form_is_refused(saved: Any) -> None:
+def test_random_states_of_an_unknown_form_are_refused(saved: Any) -> None:
     with pytest.raises(CheckpointError, match="random state"):
         rng.restore(None, saved)
 
@@ -164,19 +167,19 @@ def test_an_unknown_form_is_refused(saved: Any) -> None:
 
 
 def read_numpy() -> Any:
-    """The state of numpy's global generator."""
+    """Read the state of numpy's global generator."""
     state: Any = np.random.get_state()  # noqa: NPY002
     return state[1].tolist()
 
 
 def restore(engine: Any, saved: dict[str, Any]) -> None:
-    """Restore a state file as a load does."""
+    """Restore random states from a state file."""
     restore_helpers(engine, saved, with_scheduler=True)
     hand_out(engine, saved)
 
 
-def test_a_resumed_sampler_draws_what_the_uninterrupted_run_would(tmp_path: Path) -> None:
-    """Beyond the end of a cluster, which is then shuffled."""
+def test_a_resumed_curriculum_sampler_draws_the_samples_of_an_uninterrupted_run(tmp_path: Path) -> None:
+    """It draws beyond the end of a cluster, which is then shuffled."""
     sampler, path = make_trained(tmp_path), str(tmp_path / "states.pt")
     engine = make_engine(sampler)
     rng.follow(engine)
@@ -192,8 +195,10 @@ def test_a_resumed_sampler_draws_what_the_uninterrupted_run_would(tmp_path: Path
     assert [draw(resumed) for _ in range(4)] == expected
 
 
-def test_random_states_without_the_samplers_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As from earlier releases; each resume draws the same, but not as at the begin of the run."""
+def test_a_save_without_the_samplers_random_state_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For example a save of an earlier release: all resumes draw equal samples, but not those of the first run."""
     plain, drawn = make_engine(None), list[float]()
     rng.follow(plain)
     saved = collect(plain, {})
@@ -210,7 +215,7 @@ def test_random_states_without_the_samplers_are_a_warning(tmp_path: Path, caplog
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_load_leaves_no_clusters_of_before_and_numpys_generator_alone(rank: int, tmp_path: Path) -> None:
+def test_a_load_replaces_clusters_and_keeps_numpys_generator(rank: int, tmp_path: Path) -> None:
     saved = {"data_sampler": copy.deepcopy(make_trained(tmp_path).state_dict()), "global_steps": 1}
     sampler, before = make_sampler(tmp_path, rank), np.random.get_state()  # noqa: NPY002
     np.random.seed(8405)  # noqa: NPY002
@@ -227,7 +232,7 @@ def test_a_load_leaves_no_clusters_of_before_and_numpys_generator_alone(rank: in
         np.random.set_state(before)  # noqa: NPY002
 
 
-def test_deepspeeds_load_would_add_clusters(tmp_path: Path) -> None:
+def test_deepspeeds_load_of_a_sampler_appends_clusters(tmp_path: Path) -> None:
     trained = make_trained(tmp_path)
     assert has_drawn(make_engine(trained))
     for sampler in (make_sampler(tmp_path), make_sampler(tmp_path, 1), None):

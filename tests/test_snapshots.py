@@ -48,13 +48,13 @@ def test_an_invalid_interval_is_refused(every: Any, engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("config", [None, UniversalConfig()])
-def test_saves_into_memory_are_required(config: UniversalConfig | None, engine: Engine) -> None:
+def test_snapshots_require_saves_into_memory(config: UniversalConfig | None, engine: Engine) -> None:
     engine._config.ucp_config = config
     with pytest.raises(ConfigError, match=r'"checkpoint.universal": \{"save": true\}'):
         snapshots.follow(engine, "folder", every=5)
 
 
-def test_a_second_follow_replaces_the_first(engine: Engine) -> None:
+def test_a_second_follow_of_snapshots_replaces_the_first(engine: Engine) -> None:
     snapshots.follow(engine, "folder", every=1)
     snapshots.follow(engine, "folder", every=3, client_state=lambda: {"mine": engine.global_steps})
     for _ in range(8):
@@ -63,7 +63,7 @@ def test_a_second_follow_replaces_the_first(engine: Engine) -> None:
     assert len(engine.hooks) == 1
 
 
-def test_a_save_to_the_same_folder_restarts_the_interval(engine: Engine, tmp_path: Path) -> None:
+def test_a_save_to_the_snapshots_folder_restarts_the_interval(engine: Engine, tmp_path: Path) -> None:
     os.symlink(tmp_path, tmp_path / "link")
     snapshots.follow(engine, tmp_path / "link" / "folder", every=3)
     for folder, latest in (("folder", True), ("folder", False), ("elsewhere", True)):
@@ -75,7 +75,7 @@ def test_a_save_to_the_same_folder_restarts_the_interval(engine: Engine, tmp_pat
 
 
 def test_a_load_restarts_the_interval(engine: Engine) -> None:
-    """And drops a prepared snapshot."""
+    """It also drops a prepared snapshot."""
     snapshots.follow(engine, "folder", every=2)
     step(engine)
     step(engine)
@@ -88,7 +88,7 @@ def test_a_load_restarts_the_interval(engine: Engine) -> None:
     assert [tag for tag, _ in engine.saves] == ["snapshot_step12"]
 
 
-def test_a_data_sampler_that_the_script_adds_is_saved_before_it_moves(engine: Engine) -> None:
+def test_a_data_sampler_that_the_script_adds_is_saved_before_it_advances(engine: Engine) -> None:
     snapshots.follow(engine, "folder", every=1)
     step(engine)
     assert engine.saves == []

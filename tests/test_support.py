@@ -1,4 +1,4 @@
-"""The tools of other tests: covering arrays, the distribution of tests to pytest's workers, ranks as threads."""
+"""Tools of the tests: covering arrays, the distribution of tests to pytest's workers, and ranks as threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.ranks import BrokenWorldError, World, run_ranks
 
 @pytest.mark.parametrize("sizes", [(4, 4, 3, 3), (2, 5), (3, 3, 3, 2, 2), (1, 4)], ids=str)
 @pytest.mark.parametrize("strength", [2, 3])
-def test_every_pair_is_there(sizes: tuple[int, ...], strength: int) -> None:
+def test_cover_has_every_pair_of_values(sizes: tuple[int, ...], strength: int) -> None:
     factors = [[f"{name}{index}" for index in range(size)] for name, size in enumerate(sizes)]
     rows = cover(*factors, strength=strength)
     for columns in combinations(range(len(factors)), min(strength, len(factors))):
@@ -29,13 +29,13 @@ def test_every_pair_is_there(sizes: tuple[int, ...], strength: int) -> None:
     assert rows == cover(*factors, strength=strength)
 
 
-def test_rows_that_make_no_sense_are_left_out() -> None:
+def test_cover_omits_invalid_rows() -> None:
     rows = cover([1, 2, 3], [1, 2, 3], [1, 2], where=lambda a, b, _: a != b)
     assert {row[:2] for row in rows} == {(a, b) for a, b in product([1, 2, 3], repeat=2) if a != b}
 
 
 @pytest.mark.parametrize(("left", "right", "count"), [(10, 10, 4), (10, 4, 2), (4, 10, 1), (3, 3, 3), (5, 1, 1)])
-def test_both_sides_take_turns(left: int, right: int, count: int) -> None:
+def test_turns_use_every_value_of_both_sides(left: int, right: int, count: int) -> None:
     first, second = list(range(left)), [f"t{index}" for index in range(right)]
     rows = turns(first, second, count)
     assert len(rows) == len(set(rows))
@@ -71,7 +71,7 @@ class Worker:
         self.shutting_down = True
 
 
-def test_worlds_live_in_two_groups() -> None:
+def test_tests_with_worlds_run_on_two_workers() -> None:
     options = {"dist": "loadgroup", "numprocesses": 2, "tx": ["2*popen"], "loadscopereorder": False}
     config: Any = SimpleNamespace(getvalue=options.get, option=SimpleNamespace(**options))
     scheduler = pytest_xdist_make_scheduler(config, None)
@@ -89,7 +89,7 @@ def test_worlds_live_in_two_groups() -> None:
 
 
 @pytest.mark.parametrize("order", [None, (2, 1, 0), (1, 2, 0)], ids=str)
-def test_ranks_take_turns_and_receive_copies(order: tuple[int, ...] | None) -> None:
+def test_ranks_as_threads_run_in_turn_and_receive_copies(order: tuple[int, ...] | None) -> None:
     seen: list[tuple[int, int]] = []
 
     def work(rank: int, comm: Comm) -> tuple[Any, Any]:
@@ -105,7 +105,7 @@ def test_ranks_take_turns_and_receive_copies(order: tuple[int, ...] | None) -> N
 
 
 @pytest.mark.parametrize(("size", "culprit"), [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
-def test_ranks_do_not_wait_for_one_that_has_ended(size: int, culprit: int) -> None:
+def test_ranks_as_threads_do_not_wait_for_one_that_has_ended(size: int, culprit: int) -> None:
     def work(rank: int, comm: Comm) -> None:
         comm.gather(None)
         if rank == culprit:
@@ -119,7 +119,7 @@ def test_ranks_do_not_wait_for_one_that_has_ended(size: int, culprit: int) -> No
         run_ranks(size, work)
 
 
-def test_different_collectives_are_an_error() -> None:
+def test_different_collectives_of_ranks_as_threads_are_an_error() -> None:
     def work(rank: int, comm: Comm) -> None:
         comm.gather(None) if rank else comm.any_of(np.zeros(1, np.bool_))
 

@@ -91,7 +91,7 @@ OLD = {MANIFEST: "old", "zero/weight": "old"}
 
 @pytest.mark.parametrize("torn", [False, True], ids=["between", "torn"])
 @pytest.mark.parametrize("before", ["nothing", "empty", "old", "other-attempt"])
-def test_killed_at_any_call(before: str, torn: bool, tmp_path: Path) -> None:
+def test_a_writer_killed_at_any_call_leaves_a_complete_save(before: str, torn: bool, tmp_path: Path) -> None:
     """The destination is never incomplete, and the next run completes it."""
     prepare = {
         "nothing": lambda _folder: None,

@@ -22,18 +22,18 @@ def check(atom: Atom) -> None:
     check_coverage(atom, lambda fragment: f"shard{fragment.record}.pt")
 
 
-def test_sizes() -> None:
+def test_sizes_of_shapes_and_atoms() -> None:
     assert [count(shape) for shape in ((), (3,), (2, 5), (4, 0, 2))] == [1, 3, 10, 0]
     assert (make_atom((2, 5)).numel, make_atom((2, 5)).nbytes) == (10, 20)
 
 
-def test_an_atom_has_the_elements_of_all_its_shards() -> None:
+def test_an_atoms_size_is_the_sum_of_its_shards() -> None:
     atom = Atom.of("w", "fp32", [make_shard((2, 5), (0, 10)), make_shard((1, 5), (0, 5)), make_shard((0, 5))])
     assert (atom.shape, atom.numel, atom.nbytes) == ((2, 5), 15, 60)
     check(atom)
 
 
-def test_a_fault_names_the_tensor_parallel_rank() -> None:
+def test_an_error_of_an_atom_names_the_tensor_parallel_rank() -> None:
     shards = (make_shard((2, 5), (0, 10)), make_shard((2, 5), (0, 4), (5, 5)))
     with pytest.raises(
         CheckpointError, match=r"^w \(fp32, shape \(2, 5\), tensor-parallel rank 1\): elements \[4, 5\)"
@@ -41,7 +41,7 @@ def test_a_fault_names_the_tensor_parallel_rank() -> None:
         check(Atom.of("w", "fp32", shards))
 
 
-def test_item_sizes_are_torchs() -> None:
+def test_item_sizes_equal_torchs() -> None:
     import torch
 
     known = {name: getattr(torch, name).itemsize for name in ITEMSIZE if hasattr(torch, name)}
@@ -49,7 +49,7 @@ def test_item_sizes_are_torchs() -> None:
 
 
 @pytest.mark.parametrize("atom", [make_atom((7,), (0, 3), (3, 4)), make_atom((), (0, 1)), make_atom((0, 3))])
-def test_fragments_that_follow_each_other_cover(atom: Atom) -> None:
+def test_contiguous_fragments_cover_an_atom(atom: Atom) -> None:
     check(atom)
 
 
@@ -66,7 +66,7 @@ def test_fragments_that_follow_each_other_cover(atom: Atom) -> None:
     ],
     ids=["gap", "late start", "overlap", "twice", "short", "long", "nothing"],
 )
-def test_anything_else_is_refused_with_name_range_and_file(atom: Atom, text: str) -> None:
+def test_gaps_and_overlaps_are_refused_with_name_range_and_file(atom: Atom, text: str) -> None:
     with pytest.raises(CheckpointError, match=text) as error:
         check(atom)
     assert str(error.value).startswith("layer.weight (exp_avg")

@@ -22,7 +22,7 @@ from tests.support.reshard import examples, lay_flat
 from tests.synth import Model, Topology, partition_layout
 
 MODEL = ("a", "b", "c"), ((3,), (2, 2), (5,))
-"""Names and shapes of 12 elements."""
+"""Names and shapes, with 12 elements in all."""
 
 
 ZERO_1, ZERO_3 = join_parameters(0, *MODEL, parts=3, partition=5), join_reserved(0, *MODEL, parts=3)
@@ -39,12 +39,14 @@ ZERO_1, ZERO_3 = join_parameters(0, *MODEL, parts=3, partition=5), join_reserved
         (ZERO_3, 2, [Cut("a", 2, 1, 0), Cut("c", 4, 1, 3)], [(1, 3), (4, 5)]),
     ],
 )
-def test_cuts_and_padding(buffer: FlatBuffer, rank: int, cuts: list[Cut], gaps: list[tuple[int, int]]) -> None:
+def test_cuts_and_gaps_of_a_partition(
+    buffer: FlatBuffer, rank: int, cuts: list[Cut], gaps: list[tuple[int, int]]
+) -> None:
     assert (buffer.cuts(rank), buffer.gaps(rank)) == (cuts, gaps)
     assert [cut_parameter(5, part, 3) for part in range(4)] == [(0, 2), (2, 2), (4, 1), (5, 0)]
 
 
-def test_the_expert_parallel_degree() -> None:
+def test_count_degree_returns_the_expert_parallel_degree() -> None:
     dense = join_parameters(0, *MODEL, parts=3, partition=4)
     expert = replace(dense, group=1, parts=2, partition=6, ranks=range(1, 8, 2))
     others = [replace(expert, ranks=range(first, 8, 4)) for first in range(4)]
@@ -69,8 +71,8 @@ def buffers(draw: st.DrawFn) -> FlatBuffer:
 
 @examples(150)
 @given(model=models(), dp=st.integers(1, 9), aligned=st.booleans(), robin=st.booleans())
-def test_cuts_are_deepspeeds(model: Model, dp: int, aligned: bool, robin: bool) -> None:
-    """Compare with the synthesiser's layout, which is compared with real saves elsewhere."""
+def test_cuts_equal_deepspeeds(model: Model, dp: int, aligned: bool, robin: bool) -> None:
+    """Compare with the synthesiser's layout, which `tests/synth` compares with real saves."""
     topology = Topology(2, dp, round_robin=robin, parameter_alignment=aligned)
     for rank, flats in enumerate(partition_layout(model, topology)):
         for flat in flats:
@@ -79,7 +81,7 @@ def test_cuts_are_deepspeeds(model: Model, dp: int, aligned: bool, robin: bool) 
 
 
 @given(buffers())
-def test_partitions_have_each_element_once_and_padding(buffer: FlatBuffer) -> None:
+def test_partitions_contain_each_element_once_and_padding(buffer: FlatBuffer) -> None:
     held = []
     for part in range(buffer.parts):
         cuts = buffer.cuts(part)
@@ -119,7 +121,7 @@ def test_split_parameters_keep_their_position(pair: tuple[FlatBuffer, FlatBuffer
 
 
 @given(st.one_of(buffers(), split_buffers().map(lambda pair: pair[1])))
-def test_holders_match_the_cuts(buffer: FlatBuffer) -> None:
+def test_holders_of_elements_match_the_cuts(buffer: FlatBuffer) -> None:
     parts = range(buffer.parts)
     held = {(cut.name, cut.start + at): part for part in parts for cut in buffer.cuts(part) for at in range(cut.numel)}
     for place, numel in enumerate(buffer.numels):
@@ -130,7 +132,7 @@ def test_holders_match_the_cuts(buffer: FlatBuffer) -> None:
         assert all(cut in buffer.cuts(part) for part, cut in buffer.find_holders(place, 0, numel))
 
 
-def test_partitions_smaller_than_the_shapes_have_fewer_cuts() -> None:
+def test_a_buffer_smaller_than_its_shapes_has_fewer_cuts() -> None:
     buffer = join_parameters(0, ("a", "b"), ((3,), (9,)), parts=2, partition=4)
     assert [buffer.cuts(part) for part in (0, 1)] == [[Cut("a", 0, 3, 0), Cut("b", 0, 1, 3)], [Cut("b", 1, 4, 0)]]
     assert join_parameters(0, ("a",), ((3,),), parts=2, partition=0).cuts(1) == []
@@ -146,12 +148,12 @@ def test_partitions_smaller_than_the_shapes_have_fewer_cuts() -> None:
         ([(1, 8), (2, 4)], [(0, 1), (8, 10)]),
     ],
 )
-def test_gaps(spans: list[tuple[int, int]], gaps: list[tuple[int, int]]) -> None:
+def test_gaps_between_spans(spans: list[tuple[int, int]], gaps: list[tuple[int, int]]) -> None:
     assert find_gaps(spans, 10) == gaps
 
 
-def test_touched_tensors_are_whole() -> None:
-    """All experts of a fused tensor are included if the partition has a part of one."""
+def test_touched_tensors_include_whole_fused_tensors() -> None:
+    """All experts of a fused tensor are included if the partition has a part of one expert."""
     buffer = join_parameters(4, ("a", "w", "b"), ((2,), (3, 2), (4,)), parts=3, partition=4)
     split = buffer.split({"a": {"a": (2,)}, "w": {"w.5": (2,), "w.1": (2,), "w.3": (2,)}, "b": {"b": (4,)}})
     experts = ("w.5", "w.1", "w.3")

@@ -44,14 +44,14 @@ FLAT_CHANGES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("field", [field.name for field in fields(Topology)])
-def test_every_field_counts(field: str) -> None:
+def test_a_difference_in_any_field_is_listed(field: str) -> None:
     value, text = CHANGES[field]
     assert find_differences(BASE, replace(BASE)) == []
     assert find_differences(BASE, replace(BASE, **{field: value})) == [text]
 
 
 @pytest.mark.parametrize("field", [field.name for field in fields(FlatBuffer)])
-def test_every_property_of_a_flat_buffer_counts(field: str) -> None:
+def test_a_difference_in_any_property_of_a_flat_buffer_is_listed(field: str) -> None:
     value, text = FLAT_CHANGES[field]
     changed = replace(FLAT, **{field: value})
     assert find_differences(BASE, replace(BASE, flats=(changed, BASE.flats[1]))) == [f"parameter layout: {text}"]
@@ -69,7 +69,7 @@ BARE_TOPOLOGY = replace(BASE, wrapper=BARE, dp=1, tp=2, flats=())
             replace(BASE, flats=(NEW_NAMES, BASE.flats[1])),
             ["parameter layout: parameters (2 → 2 or other names)"],
         ),
-        # flat buffers only if nothing else differs
+        # flat buffers are listed only if all other fields are equal
         (BASE, replace(BASE, dp=4, flats=(replace(FLAT, parts=4), BASE.flats[1])), ["dp 2 → 4"]),
         (BASE, replace(BASE, dp=4, flats=(FLAT,)), ["dp 2 → 4"]),
         (
@@ -81,16 +81,16 @@ BARE_TOPOLOGY = replace(BASE, wrapper=BARE, dp=1, tp=2, flats=())
         (replace(BASE, tp=2), BARE_TOPOLOGY, ["wrapper zero12 → none"]),
     ],
 )
-def test_listed_differences(source: Topology, target: Topology, listed: list[str]) -> None:
+def test_differences_between_topologies_are_listed(source: Topology, target: Topology, listed: list[str]) -> None:
     assert find_differences(source, target) == listed
 
 
-def test_the_description_is_one_phrase() -> None:
+def test_a_topology_is_described_in_one_phrase() -> None:
     assert BASE.describe() == "ZeRO-1 dp=2 bfloat16 (zero12)"
     assert replace(BASE, tp=2, pp=4).describe() == "ZeRO-1 dp=2 tp=2 pp=4 bfloat16 (zero12)"
     assert BARE_TOPOLOGY.describe() == "ZeRO-1 tp=2 bfloat16 (none)"
 
 
-def test_names_of_process_groups_are_not_hyper_parameters() -> None:
+def test_drop_labels_removes_names_of_process_groups() -> None:
     assert drop_labels({"lr": 1, "name": "ep_size_2", "moe": True}) == {"lr": 1}
     assert drop_labels({"lr": 1, "name": "mine"}) == {"lr": 1, "name": "mine"}

@@ -1,4 +1,4 @@
-"""Indexes by names and shapes alone, and live engines that are matched with them."""
+"""Indexes that have only names and shapes, and live engines to match with them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def read_param(name: str) -> ParamKey:
 def match(
     index: AtomicIndex, owned: Shapes, extras: Shapes | None = MappingProxyType({}), *, tp: int = 1, **options: Any
 ) -> Match:
-    """Match a live engine whose tensor-parallel ranks all have the given shapes; without `extras`, if they are None."""
+    """Match a live engine whose tensor-parallel ranks all have these shapes; `extras` may be None."""
     chosen = {"strict": True, "with_states": True}
     chosen.update({key: options.pop(key) for key in tuple(options) if key in chosen})
     trained, others = ({name: (shape,) * tp for name, shape in (held or {}).items()} for held in (owned, extras))

@@ -1,4 +1,4 @@
-"""Plans of all ranks without ranks: messages are passed on directly, and bytes are numpy arrays."""
+"""Plans of all ranks in one process: messages are passed on directly, and bytes are numpy arrays."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def plan_pieces(
     min_direct: int = 1,
     access: ReadAccess = READ_ALL,
 ) -> Planned:
-    """Plan for as many ranks as there are lists of pieces."""
+    """Plan for one rank per list of pieces."""
     claims = [
         join_items(
             (each for piece in mine for each in make_items(piece.record, piece.run, ITEM, piece.destination, block)),
@@ -82,7 +82,7 @@ def plan_claims(
     min_direct: int,
     access: ReadAccess = READ_ALL,
 ) -> Planned:
-    """Plan for as many ranks as there are lists of claims, each on a machine of its own."""
+    """Plan for one rank per list of claims, each on a separate machine."""
     ranks = range(len(claims))
     touched = np.array(sorted({claim.record for mine in claims for claim in mine}), np.int64)
     blocks = Blocks.of(records, block, len(claims), access)
@@ -115,7 +115,7 @@ def plan_wants(
     block: int = 1 << 20,
     window: int = 1 << 20,
 ) -> Planned:
-    """Plan for as many ranks as there are lists of wants."""
+    """Plan for one rank per list of wants."""
     claims = [list_claims(mine, block) for mine in wants]
     return plan_claims(claims, records, window, block, min_direct=1)
 
@@ -141,14 +141,14 @@ def divide(planned: Planned, is_first: Callable[[int], bool], most: int) -> tupl
     return one, two
 
 
-def carry_out(
+def execute(
     planned: Planned,
     data: Sequence[np.ndarray],
     itemsize: int,
     buffers: Sequence[np.ndarray],
     fills: Callable[[int], bool] = lambda buffer: True,
 ) -> np.ndarray:
-    """Read and exchange by the plans; returns how often each byte of the records was read, end to end.
+    """Execute the plans; return how often each byte of the records was read, concatenated.
 
     Args:
         data: the records' bytes.
@@ -218,7 +218,7 @@ Demand = tuple[list[Record], list[list[Piece]], list[int]]
 
 @st.composite
 def runs(draw: st.DrawFn, numel: int) -> Run:
-    """Runs inside a record of so many elements whose destinations do not overlap (`place` follows)."""
+    """Draw runs inside a record of so many elements, with disjoint destinations (`place` follows)."""
     width = draw(st.integers(1, numel))
     low = draw(st.integers(0, numel - width))
     most = (numel - low - width) // width + 1
@@ -232,7 +232,7 @@ def runs(draw: st.DrawFn, numel: int) -> Run:
 
 @st.composite
 def demands(draw: st.DrawFn) -> Demand:
-    """Records, each rank's pieces, and the elements of each rank's memory; every piece has its own buffer."""
+    """Draw records, each rank's pieces with a buffer each, and the elements of each rank's memory."""
     numels = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
     records = [Record(draw(st.integers(0, 2)), 64, ITEM * numel, 0) for numel in numels]
     pieces, sizes = [], []
@@ -249,12 +249,12 @@ def demands(draw: st.DrawFn) -> Demand:
 
 
 def check_plan(planned: Planned, demand: Demand, window: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Carry out a plan, and check every byte; return the bytes of the records, and each rank's memory."""
+    """Execute a plan and check every byte; return the bytes of the records and each rank's memory."""
     records, pieces, sizes = demand
     draw = np.random.default_rng(0)
     data = [draw.integers(1, 256, record.nbytes, dtype=np.uint8) for record in records]
     buffers = [np.zeros(ITEM * size, np.uint8) for size in sizes]
-    counts = carry_out(planned, data, ITEM, buffers)
+    counts = execute(planned, data, ITEM, buffers)
     touched = {piece.record for mine in pieces for piece in mine}
     wanted = [np.full(record.nbytes, number in touched) for number, record in enumerate(records)]
     assert (counts == np.concatenate(wanted)).all(), "every byte of every touched record once, no byte of others"
@@ -276,7 +276,7 @@ def expect(pieces: Sequence[Piece], data: Sequence[np.ndarray], nbytes: int) -> 
 
 
 def check_bounds(planned: Planned, window: int) -> None:
-    """Reads stay inside blocks; a round stages, and sends to others, at most a window or one block."""
+    """Check that reads stay inside blocks, and that a round stages and sends at most a window or one block."""
     for rank, plan in enumerate(planned.plans):
         for read in plan.reads:
             assert 0 < read.nbytes <= BLOCK and read.count == 1

@@ -35,7 +35,7 @@ outputs_of = st.lists(
 @example(outputs=[Output(1, 1)] * 20, nodes=1, most=MIB)
 @given(outputs=outputs_of, nodes=st.integers(1, 5), most=st.sampled_from((MIB, 4 * MIB, 16 * MIB)))
 @examples(150)
-def test_each_element_once(outputs: list[Output], nodes: int, most: int) -> None:
+def test_each_element_of_an_output_is_written_once(outputs: list[Output], nodes: int, most: int) -> None:
     plan = plan_conversion(outputs, nodes, most=most)
     assert len(plan) == nodes
     batches = [batch for batches in plan for batch in batches]
@@ -51,7 +51,7 @@ def test_each_element_once(outputs: list[Output], nodes: int, most: int) -> None
 
 @given(outputs=outputs_of, most=st.sampled_from((MIB, 3 * MIB)))
 @examples(60)
-def test_ranges_of_a_file_share_no_page(outputs: list[Output], most: int) -> None:
+def test_written_ranges_of_a_file_share_no_page(outputs: list[Output], most: int) -> None:
     for batch in cut_batches(outputs, most):
         for each in batch.ranges:
             assert each.start * outputs[each.output].itemsize % ALIGNMENT == 0
@@ -59,8 +59,7 @@ def test_ranges_of_a_file_share_no_page(outputs: list[Output], most: int) -> Non
             assert is_split(outputs[each.output], most) == (each.numel < outputs[each.output].numel)
 
 
-def test_nodes_follow_the_source() -> None:
-    """Each node reads its part of the storage from front to back."""
+def test_each_node_reads_its_part_of_the_source_in_order() -> None:
     outputs = [Output(MIB, 4, (file, place)) for place in range(8) for file in range(2)]
     plan = plan_conversion(outputs, 2)
     for node, batches in enumerate(plan):
@@ -70,7 +69,7 @@ def test_nodes_follow_the_source() -> None:
 
 
 def share_out(sizes: list[int], workers: int) -> list[int]:
-    """Bytes of each worker if each takes the next batch when it is free."""
+    """Compute the bytes of each worker if a free worker takes the next batch."""
     shares = [0] * workers
     for size in sizes:
         shares[shares.index(min(shares))] += size
@@ -79,7 +78,7 @@ def share_out(sizes: list[int], workers: int) -> list[int]:
 
 @pytest.mark.parametrize("nodes", [2, 8, 64])
 def test_nodes_and_their_workers_get_equal_shares(nodes: int) -> None:
-    """One table larger than a share, matrices, many small vectors."""
+    """The outputs are a table larger than a share, matrices, and many small vectors."""
     h = 1024
     outputs = [Output(250 * h * h, 4)]
     outputs += [

@@ -1,4 +1,4 @@
-"""The location of wanted elements and their claims: by hand, and against numpy for every pattern of shards."""
+"""The location of wanted elements and their claims: listed cases, and all patterns of shards compared with numpy."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.tensor_parallel.shards import cut_array, draw_widths
 
 
 def make_shards(shapes: Sequence[tuple[int, ...]], dtype: str = "float32") -> Atom:
-    """Put every shard whole into a record of its own, behind 8 bytes."""
+    """Place every shard whole into a separate record, at byte 8."""
     fragments = [Fragment(0, int(np.prod(shape)), record, 8) for record, shape in enumerate(shapes)]
     return Atom.of(
         "w", "fp32", [(shape, Fragments(dtype, [each])) for shape, each in zip(shapes, fragments, strict=True)]
     )
 
 
-def test_without_a_view_fragments_are_found_by_their_starts() -> None:
+def test_fragments_without_a_view_are_located_by_their_starts() -> None:
     atom = make_atom("w", 10, (0, 4, 0, 0), (4, 3, 1, 16), (7, 3, 0, 16))
     assert list(locate(Want(atom, 2, 7, destination=5, position=100))) == [
         item(0, 8, 8, 5, 100),
@@ -40,7 +40,7 @@ def test_without_a_view_fragments_are_found_by_their_starts() -> None:
 
 
 @pytest.mark.parametrize("start", [0, 4, 10])
-def test_no_elements_are_nowhere(start: int) -> None:
+def test_an_empty_range_has_no_location(start: int) -> None:
     atom = make_atom("w", 10, (0, 4, 0, 0), (4, 6, 1, 0))
     assert list(locate(Want(atom, start, 0, 0, 0))) == []
 
@@ -52,7 +52,7 @@ def test_positions_count_elements_of_the_stored_dtype() -> None:
     assert (piece.nbytes, piece.is_contiguous) == (4, True)
 
 
-def test_columns_are_runs() -> None:
+def test_columns_are_located_as_strided_runs() -> None:
     atom = make_shards([(3, 4)])
     source, target = whole((3, 4)), ShardH().cut((3, 4), [(3, 3), (3, 1)])
     want = Want(atom, 0, 3, 0, 10, View(source, target, 1, (0,)))
@@ -61,14 +61,14 @@ def test_columns_are_runs() -> None:
     assert [(each.offset, each.count) for each in locate(want, 32)] == [(20, 1), (36, 2)]
 
 
-def test_rows_that_follow_each_other_in_the_record_may_be_apart_in_the_destination() -> None:
+def test_contiguous_rows_of_a_record_may_be_strided_in_the_destination() -> None:
     (strided,) = make_items(0, Run(4, 100, 5, 4, 5, 8), 2, 3)
     assert strided == CopyItem(0, 8, 10, 10, 4, 3, 100, 8) and strided.is_contiguous
     (apart,) = make_items(0, Run(0, 10, 2, 2, 4, 6), 4, 3)
     assert apart == CopyItem(0, 0, 8, 16, 2, 3, 10, 6) and not apart.is_contiguous
 
 
-def test_a_replica_is_taken_from_the_named_shard() -> None:
+def test_a_replica_is_read_from_the_requested_shard() -> None:
     atom = make_shards([(4,), (4,)])
     layout = Replicate().join([(4,), (4,)])
     assert [p.record for p in locate(Want(atom, 0, 4, 0, 0, View(layout, whole((4,)), 0, (1,))))] == [1]
@@ -77,7 +77,7 @@ def test_a_replica_is_taken_from_the_named_shard() -> None:
 # -- claims of neighbouring items --------------------------------------------------------------------------------------
 
 
-def test_neighbours_are_one_claim_with_an_item_each() -> None:
+def test_adjacent_items_form_one_claim() -> None:
     first, second = item(0, 8, 12, 0, 5), item(0, 20, 8, 1, 0)
     assert join_items([second, first]) == [Read(0, 8, 20, 20, 1, (first, second))]
 
@@ -88,26 +88,26 @@ def test_items_with_a_gap_or_in_other_records_or_blocks_stay_separate() -> None:
 
 
 def test_strided_runs_are_a_separate_claim() -> None:
-    """Three runs of two elements, six apart; their neighbour does not join."""
+    """Three runs of two elements, six apart, are not joined with an adjacent item."""
     runs, follower = CopyItem(0, 0, 8, 24, 3, 0, 5), item(0, 56, 4, 1, 0)
     first, second = join_items([follower, runs])
     assert first == Read(0, 0, 8, 24, 3, (runs,)) and (first.nbytes, first.end) == (24, 56)
     assert second == Read(0, 56, 4, 4, 1, (follower,))
 
 
-def test_contiguous_bytes_may_go_to_strided_rows() -> None:
+def test_a_claim_of_contiguous_bytes_may_have_strided_destinations() -> None:
     rows = CopyItem(0, 8, 10, 10, 4, 3, 100, 8)
     assert join_items([rows]) == [Read(0, 8, 40, 40, 1, (rows,))]
 
 
-def test_claims_end_where_blocks_do() -> None:
+def test_claims_end_at_block_boundaries() -> None:
     want = Want(make_atom("w", 5, (0, 5, 0, 4)), 0, 5, 0, 10)
     parts = [item(0, 4, 4, 0, 10), item(0, 8, 8, 0, 11), item(0, 16, 8, 0, 13)]
     assert list_claims([want], 8) == list_reads([want], 8) == [Read(*each[:5], (each,)) for each in parts]
     assert list_reads([want]) == [Read(0, 4, 20, 20, 1, (item(0, 4, 20, 0, 10),))]
 
 
-def test_a_claim_has_no_more_items_than_the_kernel_takes() -> None:
+def test_a_claim_has_at_most_max_items() -> None:
     items = [item(0, 4 * i, 4, 0, 2 * i) for i in range(MAX_ITEMS + 3)]
     assert [len(claim.items) for claim in join_items(items)] == [MAX_ITEMS, 3]
 
@@ -117,7 +117,7 @@ def test_a_claim_has_no_more_items_than_the_kernel_takes() -> None:
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[Layout, Layout]:
-    """How two sides cut a matrix: rows, uneven columns, fused parts, or replicas."""
+    """Draw two layouts of a matrix: rows, uneven columns, fused parts, or replicas."""
     kind = draw(st.sampled_from(("rows", "columns", "fused", "replicas")))
     rows, columns = draw(st.integers(1, 12)), draw(st.integers(1, 12))
     if kind == "fused":
@@ -138,8 +138,8 @@ DEGREES = st.tuples(*[st.sampled_from((1, 1, 2, 3, 4))] * 2)
 
 @examples(500)
 @given(pair=layouts(), data=st.data())
-def test_pieces_bring_exactly_the_wanted_elements(pair: tuple[Layout, Layout], data: st.DataObject) -> None:
-    """Shards cut into fragments of several records; any range of any target shard; each element once."""
+def test_located_pieces_are_exactly_the_wanted_elements(pair: tuple[Layout, Layout], data: st.DataObject) -> None:
+    """Shards are cut into fragments of several records; any range of any target shard has each element once."""
     source, target = pair
     logical = np.arange(int(np.prod(source.shape)))
     records: list[np.ndarray] = []
@@ -156,7 +156,7 @@ def test_pieces_bring_exactly_the_wanted_elements(pair: tuple[Layout, Layout], d
                 records.append(np.concatenate([np.full(ahead, -1), held[low:high]]))
         shards.append((shape, Fragments("float32", fragments)))
     atom = Atom.of("w", "fp32", shards)
-    if len(shards) == 1 and source.view == source.shape and source.shape:  # places at an axis' end that are left out
+    if len(shards) == 1 and source.view == source.shape and source.shape:  # omit the end of an axis
         axis = data.draw(st.integers(0, len(source.shape) - 1))
         kept = data.draw(st.integers(0, source.shape[axis]))
         held = source.shards[0]
@@ -197,7 +197,7 @@ def draw_blocks(draw: st.DrawFn, whole: np.ndarray, records: list[np.ndarray]) -
 
 
 @given(data=st.data())
-def test_runs_of_blocks_are_their_elements(data: st.DataObject) -> None:
+def test_runs_of_blocks_cover_their_elements(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 4), max_size=4)))
     elements, records = np.arange(int(np.prod(shape))).reshape(shape), list[np.ndarray]()
     storage = draw_blocks(data.draw, elements, records)
@@ -219,7 +219,7 @@ def test_runs_of_blocks_are_their_elements(data: st.DataObject) -> None:
 
 @given(data=st.data())
 def test_rows_of_blocks_are_blocks(data: st.DataObject) -> None:
-    """Places of a tensor's first dimension, or a tensor without that dimension; other parts are no blocks."""
+    """A slice of the first dimension, with or without that dimension, is in blocks; other parts are not."""
     shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     elements, records = np.arange(int(np.prod(shape))).reshape(shape), list[np.ndarray]()
     blocks, row = draw_blocks(data.draw, elements, records), int(np.prod(shape[1:]))
@@ -237,7 +237,7 @@ def test_rows_of_blocks_are_blocks(data: st.DataObject) -> None:
 
 
 def moves(items: Iterable[CopyItem]) -> list[tuple[int, int, int]]:
-    """List (record, element of it, element of the destination) of every element; each has four bytes."""
+    """List (record, its element, element of the destination) for every element of four bytes."""
     return [
         (each.record, (each.offset + row * each.step) // 4 + column, each.position + row * stride + column)
         for each in items

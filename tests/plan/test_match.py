@@ -1,4 +1,4 @@
-"""The saved parameter and param group that a live one continues."""
+"""Match of live parameters and param groups with saved ones."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ MATCHED: dict[str, tuple[AtomicIndex, tuple[Any, ...], dict[str, Any], dict[str,
     "thawed, weights alone": (make_index({}, A), (A,), {"with_states": False}, {}),
     "frozen, weights alone": (make_index(A), ({}, A), {"with_states": False}, {}),
 }
-"""The checkpoint, shapes of trained and of other live tensors, options, and results other than that `a` is found."""
+"""Checkpoint, shapes of trained and of other live tensors, options, and expected results beyond the match of `a`."""
 
 
 @pytest.mark.parametrize("case", MATCHED)
@@ -144,7 +144,7 @@ REFUSED: dict[str, tuple[Shapes, tuple[Shapes, Shapes], dict[str, Any], list[str
         ["head.weigth: did you mean 'head.weight'? A rename rule"],
     ),
 }
-"""Saved shapes, live ones of trained and of other tensors, options, texts that the message has once each."""
+"""Saved shapes, live shapes of trained and of other tensors, options, texts that the message contains once."""
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -158,8 +158,8 @@ def test_models_that_do_not_match_are_refused(case: str) -> None:
     assert "load_module_strict" not in message or options.get("strict", True)
 
 
-def test_tensors_that_the_sources_converter_dropped_keep_their_values() -> None:
-    """Frozen parameters and buffers alone; a missing trained parameter is a fault."""
+def test_frozen_tensors_that_a_converter_dropped_keep_live_values() -> None:
+    """Buffers are kept, too. A missing trained parameter is a fault."""
     index = replace(make_index({"a": (2,)}), dropped="the converter leaves buffers out")
     assert match(index, {"a": (2,)}, {"buffer": (3,)}).kept == ["buffer"]
     with pytest.raises(MismatchError, match=r"b \(2,\): not in the checkpoint"):
@@ -179,20 +179,22 @@ def test_tensors_that_the_sources_converter_dropped_keep_their_values() -> None:
         ("b", True, False, MODULE),
     ],
 )
-def test_weights_alone_come_from_the_module(name: str, wants_master: bool, with_states: bool, state: str) -> None:
-    """As in DeepSpeed's own load: the module's tensors may have been edited before the save."""
+def test_a_load_of_weights_reads_the_modules_tensors(
+    name: str, wants_master: bool, with_states: bool, state: str
+) -> None:
+    """DeepSpeed's load does the same: the module's tensors may have been edited before the save."""
     atom = pick_weight(make_index({"a": (2,)}, {"b": (2,)}), ParamKey(name), wants_master, with_states)
     assert atom is not None
     assert atom.state == state
 
 
-def test_a_copy_is_no_master() -> None:
+def test_a_copy_is_not_used_as_a_master() -> None:
     index = make_index({"a": (2,)})
     index = replace(index, atoms=Atoms.of(atom for atom in index.atoms.values() if atom.state != MASTER))
     assert pick_weight(index, ParamKey("a"), True, True) is None
 
 
-def test_live_groups_keep_their_hyper_parameters_for_any_saved_groups() -> None:
+def test_param_groups_live_accepts_any_saved_groups() -> None:
     shapes = {"a": (2,), "b": (2,)}
     index = make_index(shapes, groups=[["a", "b"]])
     index.groups[0].hyper.update(lr=0.5, step=3)
@@ -213,7 +215,7 @@ def test_live_groups_keep_their_hyper_parameters_for_any_saved_groups() -> None:
         match_groups(index, {0: ("a", "b")}, joined, keep_live=True)
 
 
-def test_a_former_tie_is_noted() -> None:
+def test_a_former_tie_is_reported() -> None:
     index = make_index({"a": (2,), "embed": (4,)}, {"b": (2,)}, aliases={"head": "embed", "c": "b"})
     found = match(index, {"a": (2,), "embed": (4,), "head": (4,)}, {"b": (2,), "c": (2,)})
     assert found.saved["head"] == "embed"
@@ -221,8 +223,8 @@ def test_a_former_tie_is_noted() -> None:
     assert match(index, {"a": (2,), "embed": (4,)}, {"b": (2,)}, aliases={"head": "embed", "c": "b"}).notes == []
 
 
-def test_extra_names_are_found_if_the_files_hold_copies_alone() -> None:
-    """A folder without the optimizer's files, from which the weights are loaded."""
+def test_a_saved_copy_that_the_model_lacks_is_refused() -> None:
+    """For example, a folder without optimizer files."""
     index = make_index({"a": (2,), "gone": (1,)})
     index = replace(index, atoms=Atoms.of(atom for atom in index.atoms.values() if atom.state == COPY))
     with pytest.raises(MismatchError, match="gone: in the checkpoint, not in the model"):
@@ -234,7 +236,7 @@ TIED = ("shared", "encoder", "decoder", "head")
 
 @pytest.mark.parametrize("saved", TIED)
 @pytest.mark.parametrize("live", TIED)
-def test_any_member_of_a_tie_supplies_the_others(live: str, saved: str) -> None:
+def test_any_member_of_a_tie_supplies_the_other_members(live: str, saved: str) -> None:
     aliases = {name: live for name in TIED if name != live}
     for index in (make_index({saved: (2,)}), make_index({}, {saved: (2,)})):
         found = match(index, {live: (2,)}, aliases=aliases, with_states=not index.find(saved, MODULE))
@@ -252,11 +254,11 @@ GROUPS: dict[str, tuple[Sequence[Sequence[str]], Shapes, Groups, dict[str, Any],
     "renamed": ([["3.w", "4.w"]], {}, {0: tuple(RENAMED)}, {"renamed": RENAMED}, {0: (0,)}),
     "a stage's copy": ([["a", "t"], ["t 1"]], {}, {0: ("t",)}, {"ordinals": {"t": (1, 2)}, "strict": False}, {0: (1,)}),
 }
-"""Saved groups, frozen parameters, live groups, options, and the saved groups that the live ones continue."""
+"""Saved groups, frozen parameters, live groups, options, and the saved groups that match the live ones."""
 
 
 @pytest.mark.parametrize("case", GROUPS)
-def test_groups_continue_those_with_their_parameters(case: str) -> None:
+def test_live_groups_match_saved_groups_with_their_parameters(case: str) -> None:
     saved, frozen, live, options, expected = GROUPS[case]
     params = [read_param(name) for group in saved for name in group]
     copies = {param.name: 2 for param in params if param.instance}
@@ -275,7 +277,7 @@ def test_groups_continue_those_with_their_parameters(case: str) -> None:
         ({0: ("x", "b", "c")}, {"x": "a"}),
     ],
 )
-def test_other_groups_are_refused_with_both_lists_by_live_names(live: Groups, renamed: dict[str, str]) -> None:
+def test_unmatched_groups_are_refused_with_both_lists_in_live_names(live: Groups, renamed: dict[str, str]) -> None:
     index = make_index(dict.fromkeys("abc", (1,)), groups=(["a"], ["b", "c"]))
     found = match(index, {name: (1,) for names in live.values() for name in names}, renamed=renamed)
     with pytest.raises(MismatchError) as error:
@@ -302,15 +304,15 @@ def test_other_groups_are_refused_with_both_lists_by_live_names(live: Groups, re
         (3, 4, "0122"),
     ],
 )
-def test_each_stage_takes_its_own_copy(saved: int, count: int, taken: str) -> None:
-    """Of fewer live stages the first takes the first copy and the last the last."""
+def test_each_stage_reads_the_copy_of_a_tied_weight_of_its_position(saved: int, count: int, taken: str) -> None:
+    """If there are fewer live stages, the first reads the first copy, and the last the last copy."""
     index = make_index({"t": (2,)}, instances={"t": saved} if saved > 1 else None)
     params = [match(index, {"t": (2,)}, ordinals={"t": (stage, count)}).params["t"] for stage in range(count)]
     assert params == [ParamKey("t", int(number)) for number in taken]
     assert [pick_instance(index, "t", stage, count) for stage in range(count)] == params
 
 
-def test_a_stage_whose_copy_lacks_the_weight_is_no_match() -> None:
+def test_a_stage_whose_copy_lacks_the_weight_is_refused() -> None:
     index, shapes = make_index({**A, "t": (2,)}, instances={"t": 2}), {**A, "t": (2,)}
     index = replace(index, atoms=Atoms.of([atom for key, atom in index.atoms.items() if not key.instance]))
     assert match(index, shapes, ordinals={"t": (0, 2)}).params["t"].instance == 0

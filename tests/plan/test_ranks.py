@@ -1,4 +1,4 @@
-"""The reads and exchanges of each rank: a few cases by hand, random ones byte by byte."""
+"""The reads and exchanges of each rank: listed cases, and random ones byte by byte."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tests.plan.planning import (
     Demand,
     Piece,
     Planned,
-    carry_out,
     check_plan,
     demands,
     divide,
+    execute,
     make_atom,
     plan_pieces,
     plan_wants,
@@ -33,14 +33,14 @@ from tests.support.reshard import examples
 # -- direct reads -----------------------------------------------------------------------------------------------------
 
 
-def test_reads_follow_files_and_offsets_for_any_order_of_records_and_wants() -> None:
+def test_reads_are_sorted_by_file_and_offset() -> None:
     atoms = [make_atom(name, 1, (0, 1, record, 0)) for name, record in (("a", 0), ("b", 1), ("c", 2))]
     records = [Record(1, 64, 4, 0), Record(0, 200, 4, 0), Record(0, 64, 4, 0)]
     (plan,) = plan_wants([[Want(atom, 0, 1, 0, i) for i, atom in enumerate(atoms)]], records).plans
     assert [records[read.record].file for read in plan.own_reads] == [0, 0, 1]
 
 
-def test_each_rank_begins_at_a_place_of_its_own() -> None:
+def test_ranks_begin_to_read_at_different_offsets() -> None:
     atoms = [make_atom(f"a{i}", 4, (0, 4, i, 0)) for i in range(6)]
     records = [Record(i, 0, 16, 0) for i in range(6)]
     plans = plan_wants([[Want(atom, rank, 1, 0, 0) for atom in atoms] for rank in range(4)], records).plans
@@ -53,7 +53,7 @@ def test_each_rank_begins_at_a_place_of_its_own() -> None:
 
 
 def test_padding_of_block_n_goes_to_rank_n_modulo_size() -> None:
-    """Also for blocks that no rank wants, in a record from which some rank wants something."""
+    """The same holds for blocks that no rank wants, in a record with wanted bytes."""
     atoms = [make_atom(f"a{i}", 1, (0, 1, i, 0)) for i in range(2)]
     wants: list[list[Want]] = [[], [], [Want(atom, 0, 1, 0, 0) for atom in atoms]]
     plans = plan_wants(wants, [Record(i, 0, 28, 0) for i in range(2)], block=8).plans
@@ -84,7 +84,7 @@ def test_bytes_for_two_ranks_are_read_by_the_owner_and_sent_to_both() -> None:
     assert [plan.nbytes for plan in plans] == [0, 16, 0]
 
 
-def test_runs_that_interleave_are_sent_as_runs() -> None:
+def test_interleaved_runs_are_sent_as_runs() -> None:
     """Columns of a 2 × 4 matrix for two ranks (a refined Shard-H)."""
     pieces = [[Piece(0, 0, Run(2 * rank, 0, 2, 2, 4, 2))] for rank in range(2)]
     plans = plan_pieces(pieces, [Record(0, 0, 32, 0)]).plans
@@ -93,7 +93,7 @@ def test_runs_that_interleave_are_sent_as_runs() -> None:
     assert [plan.nbytes for plan in plans] == [32, 0]
 
 
-def test_owners_send_at_the_same_time_and_ranks_receive_in_steps() -> None:
+def test_owners_send_in_the_same_round_and_ranks_receive_in_steps() -> None:
     """Eight blocks of 16 bytes for four machines, in rounds of 32 bytes: 48 are sent and received in each."""
     atom = make_atom("w", 32, (0, 32, 0, 0))
     plans = plan_wants([[Want(atom, 0, 32, 0, 0)]] * 4, [Record(0, 0, 128, 0)], block=16, window=32).plans
@@ -112,7 +112,7 @@ def test_owners_send_at_the_same_time_and_ranks_receive_in_steps() -> None:
 
 @st.composite
 def accesses(draw: st.DrawFn, ranks: int, files: int) -> PartialAccess:
-    """Hosts in any order of ranks; every file is on one or several of them."""
+    """Draw hosts in any order of ranks, and one or more hosts for each file."""
     hosts = draw(st.integers(1, ranks))
     views = [*range(hosts), *(draw(st.integers(0, hosts - 1)) for _ in range(ranks - hosts))]
     views = draw(st.permutations(views))
@@ -128,8 +128,10 @@ def accesses(draw: st.DrawFn, ranks: int, files: int) -> PartialAccess:
     min_direct=st.sampled_from((1, 8, 16, 1 << 20)),
     first=st.sets(st.integers(0, 60)),
 )
-def test_random_claims(data: st.DataObject, demand: Demand, window: int, min_direct: int, first: set[int]) -> None:
-    """Each byte is read once, by a rank that can read it; an owner reads only its own blocks for others."""
+def test_random_claims_are_filled_with_each_byte_read_once(
+    data: st.DataObject, demand: Demand, window: int, min_direct: int, first: set[int]
+) -> None:
+    """A rank that can access a byte reads it. An owner reads only its blocks for peers."""
     records, pieces, _ = demand
     access = data.draw(st.just(READ_ALL) | accesses(len(pieces), 3))
     planned = plan_pieces(pieces, records, block=BLOCK, window=window, min_direct=min_direct, access=access)
@@ -143,12 +145,12 @@ def test_random_claims(data: st.DataObject, demand: Demand, window: int, min_dir
 
 
 def check_passes(planned: Planned, first: set[int], data: Sequence[np.ndarray], whole: Sequence[np.ndarray]) -> None:
-    """Two passes fill the same memory as one, and the second one reads the ranges of the first again."""
+    """Check that two passes fill the same memory as one, and that the second reads ranges of the first again."""
     most = 1 + max((each.destination for mine in planned.claims for claim in mine for each in claim.items), default=0)
     one, two = divide(planned, first.__contains__, most)
     buffers, others = ([np.zeros_like(each) for each in whole] for _ in range(2))
-    assert (carry_out(one, data, ITEM, buffers, first.__contains__) == carry_out(planned, data, ITEM, others)).all()
-    again = carry_out(two, data, ITEM, buffers, lambda buffer: buffer not in first)
+    assert (execute(one, data, ITEM, buffers, first.__contains__) == execute(planned, data, ITEM, others)).all()
+    again = execute(two, data, ITEM, buffers, lambda buffer: buffer not in first)
     assert (again <= 1).all()
     assert all((mine == all_).all() for mine, all_ in zip(buffers, whole, strict=True))
     for plan, before in zip(two.plans, planned.plans, strict=True):
@@ -161,7 +163,7 @@ def check_passes(planned: Planned, first: set[int], data: Sequence[np.ndarray], 
 
 @examples(100)
 @given(demand=demands(), window=st.sampled_from((32, 100, 1 << 20)))
-def test_the_plan_is_the_same_if_every_rank_can_read_all(demand: Demand, window: int) -> None:
+def test_partial_access_of_all_ranks_to_all_files_gives_the_usual_plan(demand: Demand, window: int) -> None:
     records, pieces, _ = demand
     plain = plan_pieces(pieces, records, block=BLOCK, window=window)
     access = PartialAccess.of(range(len(pieces)), [set(range(len(pieces)))] * 3)
@@ -170,8 +172,10 @@ def test_the_plan_is_the_same_if_every_rank_can_read_all(demand: Demand, window:
 
 @examples(100)
 @given(data=st.data(), ranks=st.integers(1, 6), counts=st.lists(st.integers(0, 9), min_size=1, max_size=8))
-def test_readers_of_a_file_own_equally_many_of_its_blocks(data: st.DataObject, ranks: int, counts: list[int]) -> None:
-    """Also over all files that the same ranks can read, so that copies on several nodes are read in equal parts."""
+def test_ranks_that_can_read_a_file_own_equal_numbers_of_its_blocks(
+    data: st.DataObject, ranks: int, counts: list[int]
+) -> None:
+    """The numbers are equal over all files of the same ranks, too, so nodes with copies read equal parts."""
     records = [Record(file, 64, count * 16, 0) for file, count in enumerate(counts)]
     access = data.draw(accesses(ranks, len(records)))
     blocks, touched = Blocks.of(records, 16, ranks, access), np.arange(len(records))
@@ -191,7 +195,7 @@ def test_readers_of_a_file_own_equally_many_of_its_blocks(data: st.DataObject, r
         assert max(shares) - min(shares) <= 1
 
 
-def test_ranks_that_can_read_a_file_take_turns() -> None:
+def test_ranks_that_can_read_a_file_own_its_blocks_in_turn() -> None:
     access = PartialAccess.of([0, 0, 1, 2], [{0}, {0, 2}, {1}, {0}, {0, 2}, {0, 2}])
     assert access.take_turns(range(6), 4).tolist() == [0, 0, 2, 1, 1, 3]
     assert access.take_turns([], 4).tolist() == []
@@ -200,7 +204,7 @@ def test_ranks_that_can_read_a_file_take_turns() -> None:
     assert access.choose([2, 0]).take_turns([0, 1], 4).tolist() == [2, 0]
 
 
-def test_ten_thousand_hosts_with_files_of_their_own_are_a_few_megabytes() -> None:
+def test_access_of_ten_thousand_hosts_to_local_files_needs_a_few_megabytes() -> None:
     hosts = 10_240
     access = PartialAccess.of(range(hosts), [{host} for host in range(hosts)])
     assert access.seen.nbytes <= 14 << 20
@@ -209,8 +213,8 @@ def test_ten_thousand_hosts_with_files_of_their_own_are_a_few_megabytes() -> Non
     assert list(blocks.owned(7777, np.arange(hosts))) == [(7777, number) for number in range(5)]
 
 
-def test_ranks_that_see_the_files_that_they_want_exchange_nothing() -> None:
-    """Four ranks' files on two hosts, resumed by two ranks on the same hosts."""
+def test_ranks_with_access_to_all_wanted_files_exchange_no_bytes() -> None:
+    """Two ranks resume the files of four ranks on the same two hosts."""
     records = [Record(file, 64, 16, 0) for file in range(4)]
     pieces = [[Piece(file, 0, Run(0, 4 * (file % 2), 4)) for file in (2 * rank, 2 * rank + 1)] for rank in range(2)]
     split = PartialAccess.of([0, 1], [{0}, {0}, {1}, {1}])

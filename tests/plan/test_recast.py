@@ -21,7 +21,7 @@ STATES = (MASTER, "exp_avg")
 
 
 def make_index(shapes: Shapes, *, cut: int = 5, tp: int = 1, **fields: Any) -> tuple[AtomicIndex, np.ndarray]:
-    """Parameters whose elements count through a record, in fragments of at most `cut` in reverse order."""
+    """Make parameters whose elements are numbered through a record, in fragments of at most `cut` in reverse order."""
     atoms, position = [], 0
     for state in STATES:
         for name, shape in shapes.items():
@@ -69,7 +69,7 @@ def test_fusing_and_splitting_are_inverse() -> None:
         assert np.array_equal(read(back, data, name, "exp_avg"), read(index, data, name, "exp_avg"))
 
 
-def test_repeated_fragments_are_cut_too() -> None:
+def test_repeated_fragments_are_split() -> None:
     index, _ = make_index({"x": (4, 2)}, cut=8)
     index.repeated[index.find("x", MASTER).key] = ((0, Fragment(1, 6, 0, 400)),)  # type: ignore[union-attr]
     found = derive(index, {f"x.{e}": DerivedParam((Slice("x", e, 4),), 1) for e in range(4)}).repeated
@@ -81,7 +81,7 @@ def test_repeated_fragments_are_cut_too() -> None:
     ]
 
 
-def test_experts_of_blocks_are_blocks() -> None:
+def test_experts_split_from_blocks_are_blocks() -> None:
     """Experts cut along their columns have as many pieces as there are blocks of columns."""
     shape = (4, 3, 10)
     columns = [Fragment.of_block((0, 0, 5 * at), (4, 3, 5), shape, 0, 240 * at) for at in (0, 1)]
@@ -96,7 +96,7 @@ def test_experts_of_blocks_are_blocks() -> None:
 
 
 @pytest.mark.parametrize("what", ["states", "step counts", "hyper-parameters"])
-def test_experts_that_do_not_go_together(what: str) -> None:
+def test_experts_that_were_saved_differently_cannot_be_joined(what: str) -> None:
     keys = ParamKey("a.0"), ParamKey("a.1")
     index, _ = make_index(
         {"a.0": (2,), "a.1": (2,)},
@@ -118,7 +118,7 @@ def test_experts_that_do_not_go_together(what: str) -> None:
     ],
     ids=["rows are cut", "already there"],
 )
-def test_halves_that_cannot_be_made(shapes: Shapes, made: str, dims: int, words: str) -> None:
+def test_halves_that_cannot_be_derived_are_refused(shapes: Shapes, made: str, dims: int, words: str) -> None:
     index, _ = make_index(shapes)
     with pytest.raises(MismatchError, match=words):
         derive(index, {f"{made}.{number}": DerivedParam((Slice("a", number, 2),), dims) for number in range(2)})

@@ -1,4 +1,4 @@
-"""The owners of blocks: which claims they get, grant, and serve, and in which round."""
+"""Owners of blocks: the claims that they receive, grant and serve, and their rounds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def judge(
     round_bytes: int = 1000,
     machine: int = 0,
 ) -> tuple[LoadPlan, list[Answers]]:
-    """Return the decision of rank 0 about blocks that are all its own."""
+    """Return the decision of rank 0, which owns all blocks."""
     arrays = [np.array(rows, np.int64).reshape(-1, 5) for rows in tables]
     blocks = Blocks.of([Record(0, 0, nbytes, 0)], block, 1)
     owned = blocks.owned(0, np.array([0]))
@@ -59,7 +59,9 @@ def decided(answers: Sequence[Answers]) -> list[list[bool]]:
     ],
     ids=["one byte", "short", "whole", "several pieces of one rank", "long runs of several ranks"],
 )
-def test_granted_claims(tables: list[list[Row]], unclaimed: list[tuple[int, int, int]]) -> None:
+def test_a_claim_of_one_rank_for_a_block_is_granted(
+    tables: list[list[Row]], unclaimed: list[tuple[int, int, int]]
+) -> None:
     found, answers = judge(*tables)
     assert decided(answers) == [[True] * len(table) for table in tables]
     assert found.rounds == []
@@ -75,7 +77,7 @@ def test_short_runs_of_several_ranks_are_served() -> None:
 
 
 def test_machines_begin_with_different_rounds() -> None:
-    """Two ranks want all of five blocks, each of which is a round; a third rank is alone in its block."""
+    """Two ranks want five whole blocks, each of which is a round; a third rank is the only one in its block."""
     both, third = [plain(offset, 20) for offset in range(0, 100, 20)], plain(100, 20)
     found = [judge(both, both, [third], nbytes=120, block=20, round_bytes=20, machine=machine) for machine in (0, 1)]
     assert [[round_.reads[0].offset for round_ in each.rounds] for each, _ in found] == [
@@ -101,7 +103,7 @@ SERVED: dict[str, list[list[Row]]] = {
 
 
 @pytest.mark.parametrize("tables", SERVED.values(), ids=SERVED)
-def test_served_claims(tables: list[list[Row]]) -> None:
+def test_claims_of_several_ranks_for_a_block_are_served(tables: list[list[Row]]) -> None:
     assert decided(judge(*tables)[1]) == [[False] * len(table) for table in tables]
 
 
@@ -114,8 +116,8 @@ def test_granted_claims_are_not_staged() -> None:
     assert served.served == [[], [Read.of(STAGING, 10, 20)], [Read.of(STAGING, 15, 25)]]
 
 
-def test_granted_claims_take_no_room_in_a_round() -> None:
-    """Ten bytes of each of four blocks are sent: one round of 40 bytes instead of four."""
+def test_granted_claims_do_not_count_in_a_rounds_size() -> None:
+    """Ten bytes of each of four blocks are sent, in one round of 40 bytes."""
     long, short = [plain(50 * block + 10, 40) for block in range(4)], [plain(50 * block, 10) for block in range(4)]
     found, _ = judge(long, short, short, nbytes=200, block=50, round_bytes=80)
     assert [(each.staged, each.sent_remote) for each in found.rounds] == [(40, 80)]
@@ -126,7 +128,7 @@ def test_blocks_without_claims_are_read_for_the_checksum() -> None:
     assert spans(found.own_reads) == [(0, 50, 0), (75, 100, 0), (100, 120, 0)]
 
 
-def test_only_blocks_of_this_owner_are_judged() -> None:
+def test_an_owner_decides_only_about_its_blocks() -> None:
     blocks = Blocks.of([Record(0, 0, 200, 0)], 50, 2)
     empty, apart = np.zeros((0, 5), np.int64), np.zeros(2, np.bool_)
     found, _ = make_owner_plan([empty, empty], blocks, blocks.owned(1, np.array([0])), 1000, apart)
@@ -149,10 +151,10 @@ def rounds(window: int, ranks: int = 2) -> list[list[int]]:
     return numbers
 
 
-def test_rounds_hold_as_many_blocks_as_the_window_or_one() -> None:
+def test_rounds_have_the_blocks_of_a_window_and_at_least_one() -> None:
     assert rounds(1000) == [[0, 1, 2, 3]]
     assert rounds(200) == [[0, 1], [2, 3]]  # 100 bytes staged, 200 sent
-    assert rounds(100, ranks=1) == []  # alone: granted
+    assert rounds(100, ranks=1) == []  # the claims of a single rank are granted
     assert rounds(199) == rounds(10, ranks=3) == [[0], [1], [2], [3]]
 
 
@@ -165,7 +167,7 @@ def test_staged_bytes_fill_a_round_even_if_few_are_sent() -> None:
 # -- blocks and their owners ------------------------------------------------------------------------------------------
 
 
-def test_no_items_no_claims() -> None:
+def test_no_items_give_no_claims() -> None:
     tables, addressed = split_claims_by_owner([], Blocks.of([Record(0, 0, 100, 0)], 16, 3))
     assert [table.shape for table in tables] == [(0, 5)] * 3
     assert addressed == [[], [], []]
@@ -189,7 +191,7 @@ def test_every_block_has_one_owner(nbytes: list[int], block: int, size: int) -> 
     assert max(shares) - min(shares) <= 1
 
 
-def test_claims_go_to_the_owners_of_their_blocks_in_the_same_order_as_the_tables() -> None:
+def test_claims_are_sent_to_block_owners_in_the_order_of_the_tables() -> None:
     items = [
         item(0, 0, 16, 0, 0),
         item(0, 16, 16, 0, 4),

@@ -1,4 +1,4 @@
-"""How a checkpoint's parameters are cut: proofs of replicas, the order of rules, and the file that an error names."""
+"""Patterns of a checkpoint's parameters: proofs of replicas, precedence of rules, and the file that an error names."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_checksums_prove_that_a_buffer_is_a_replica() -> None:
 @pytest.mark.parametrize(
     ("crcs", "offsets"), [([None, None], [0, 0]), ([7, 8], [0, 0]), ([7, 7], [0, 16])], ids=["none", "other", "place"]
 )
-def test_a_tensor_without_proof_or_rule_is_open(crcs: Sequence[int | None], offsets: Sequence[int]) -> None:
-    """Equal shapes are no proof of equal bytes, nor are two places in equal records."""
+def test_a_tensor_without_proof_or_rule_has_no_pattern(crcs: Sequence[int | None], offsets: Sequence[int]) -> None:
+    """Neither equal shapes nor different offsets in equal records prove equal bytes."""
     index = make_index(crcs, offsets)
     for settled in (settle_index(index), settle_index(index, degree=4)):
         assert list(settled.open) == ["b"]
@@ -63,7 +63,7 @@ def test_the_users_rules_take_precedence(crc: int | None) -> None:
     assert settled.wrong["b"].startswith("logical shape (8,) in the checkpoint, (16,) in the model")
 
 
-def test_ranks_of_two_degrees_that_hold_one_shape_are_replicas() -> None:
+def test_tensors_of_equal_shape_at_two_degrees_are_replicas() -> None:
     settled = settle_index(make_index([None, None]), target=WHOLE).require()
     assert settled.origin == {"b": SHAPES}
 
@@ -88,7 +88,7 @@ def test_invalid_metadata_is_reported_with_its_file() -> None:
         settle_index(index, from_config({"rename": {"c": "d"}}), {"b": ((8,),)}, live).require()
 
 
-def test_the_weight_is_the_master_or_else_the_modules_tensor() -> None:
+def test_list_weights_prefers_masters_to_module_tensors() -> None:
     shards = [((4,), Fragments("float32", []))]
     atoms = [Atom.of("a", state, shards) for state in ("exp_avg", MODULE, MASTER)]
     atoms += [Atom.of("b", state, shards) for state in ("exp_avg", MODULE)]

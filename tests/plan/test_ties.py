@@ -12,7 +12,7 @@ from tests.plan import planning
 from tests.plan.matching import match
 
 Parts = list[tuple[int, int, int, int]]
-"""First element, elements, record, byte of it."""
+"""First element, number of elements, record, byte in the record."""
 
 HALVES = [(0, 2, 0, 0), (2, 2, 1, 0)]
 
@@ -38,28 +38,30 @@ def make_records(*crcs: int | None, nbytes: int = 8) -> list[Record]:
     ],
     ids=["same", "other", "exchanged", "no checksum", "cut otherwise", "among others"],
 )
-def test_checksums_of_blocks(crcs: tuple[int | None, ...], other: Parts, same: bool | None) -> None:
+def test_are_same_compares_checksums_of_equal_blocks(
+    crcs: tuple[int | None, ...], other: Parts, same: bool | None
+) -> None:
     atoms = make_atoms(HALVES, other)
     assert are_same(planning.make_index(atoms, make_records(*crcs)), *atoms) is same
 
 
 @pytest.mark.parametrize("change", [{"dtype": "int32"}, {"numel": 5}])
-def test_other_elements_are_not_compared(change: dict[str, object]) -> None:
+def test_atoms_of_other_dtypes_or_sizes_cannot_be_compared(change: dict[str, object]) -> None:
     atoms = make_atoms(HALVES, HALVES, **change)  # type: ignore[arg-type]
     assert are_same(planning.make_index(atoms, make_records(5, 6)), *atoms) is None
     assert are_same(planning.make_index(atoms, make_records(5, 6)), atoms[0], None) is None
 
 
-def test_a_record_that_holds_more_tells_nothing() -> None:
-    """A flat buffer holds other parameters too."""
+def test_a_record_with_further_tensors_cannot_be_compared() -> None:
+    """For example, a flat buffer with other parameters."""
     atoms = make_atoms([(0, 4, 0, 0)], [(0, 4, 1, 0)])
     assert are_same(planning.make_index(atoms, make_records(5, 6, nbytes=16)), *atoms) is False
     assert are_same(planning.make_index(atoms, make_records(5, 6, nbytes=20)), *atoms) is None
 
 
 @pytest.mark.parametrize(("crc", "texts"), [(5, []), (6, ["saved with other values"]), (None, ["values are used"])])
-def test_a_former_tensor_of_16_bits_is_compared_with_the_copy(crc: int | None, texts: list[str]) -> None:
-    """The master of the tensor that replaces it has another dtype, and is in a flat buffer with others."""
+def test_a_dropped_16_bit_tie_is_compared_with_the_copy(crc: int | None, texts: list[str]) -> None:
+    """The master of the remaining tensor has another dtype and is in a flat buffer with others."""
     held = [
         planning.make_atom("embed", 4, (0, 4, 0, 0)),
         planning.make_atom("embed", 4, (0, 4, 1, 0), dtype="bfloat16", state=COPY),
@@ -71,7 +73,7 @@ def test_a_former_tensor_of_16_bits_is_compared_with_the_copy(crc: int | None, t
 
 
 def test_a_live_tie_whose_copies_differ_is_refused() -> None:
-    """A copy is skipped if it is equal, or if checksums cannot tell."""
+    """A copy is skipped if it is equal, or if checksums cannot decide."""
     live, ties = {"embed": (4,)}, {"head": "embed"}
     atoms = make_atoms([(0, 4, 0, 0)], [(0, 4, 1, 0)])
     for crc in (5, None):

@@ -23,7 +23,7 @@ def cut(lanes: int) -> Layout:
 
 
 def make_index(**lanes: int) -> AtomicIndex:
-    """Build parameters of 12 rows of two elements in so many shards, each in a record of its own."""
+    """Build parameters of 12 rows of two elements in so many shards, each in a separate record."""
     records: list[Record] = []
     atoms = []
     for name, count in lanes.items():
@@ -37,8 +37,8 @@ def make_index(**lanes: int) -> AtomicIndex:
 
 
 @pytest.mark.parametrize("folded", [False, True])
-def test_experts_beside_dense_parameters(folded: bool) -> None:
-    """Rank 1 of 4 has the second of two shards of `dense`, and the third of four of `experts`.
+def test_wants_of_experts_and_dense_parameters(folded: bool) -> None:
+    """Rank 1 of 4 has the second of two shards of `dense` and the third of four shards of `experts`.
 
     Folded experts have one shard for every tensor-parallel rank: the second of two ranks has all of two saved shards.
     """
@@ -72,13 +72,13 @@ def make_halves(state: str) -> Atom:
 
 
 def list_of(held: EngineBuffer, match: Match = MATCH, *, tensor: bool = False) -> Wants:
-    """List the wants of a rank with one buffer of `a`, which has a moment, and `b`, which has none."""
+    """List the wants of a rank with one buffer of `a`, which has a moment, and `b`, which has no moment."""
     view = EngineView(extras=[held]) if tensor else EngineView(flats=[held])
     return list_wants(planning.make_index([A, B, A_MOMENT]), view, match, {}, with_states=True)
 
 
-def test_a_partition_element_by_element() -> None:
-    """The second of two partitions: the last element of `a`, all of `b`, padding; the rest of the moment is zero."""
+def test_wants_of_a_partition_by_element() -> None:
+    """The second of two partitions: the last element of `a`, all of `b`, and padding. The rest of the moment is 0."""
     found = list_of(EngineBuffer(TWO, 1, 0, "float32", {"exp_avg": "float16"}, live=("exp_avg",)))
     assert found.buffers == [(MASTER, 0), ("exp_avg", 0)]
     assert found.sinks == [(0, "float32"), (1, "bfloat16")]
@@ -92,7 +92,7 @@ def test_a_partition_element_by_element() -> None:
     assert (found.means, found.resized) == ([], {})
 
 
-def test_a_parameter_that_the_checkpoint_lacks_keeps_its_master_and_loses_its_states() -> None:
+def test_a_missing_parameter_keeps_its_master_and_has_zero_states() -> None:
     found = list_of(EngineBuffer(TWO, 1, 0, "float32", {"exp_avg": "float32"}), Match({"b": ParamKey("b")}))
     assert found.wants == [Want(B, 0, 3, 0, 1, None)]
     assert found.blanks == [(0, 4, 5), (1, 0, 5)]
@@ -108,15 +108,16 @@ def test_a_parameter_that_the_checkpoint_lacks_keeps_its_master_and_loses_its_st
     ],
     ids=str,
 )
-def test_where_buffers_are(swapped: bool, live: tuple[str, ...], flags: list[tuple[bool, bool]]) -> None:
-    """Live or in a file; a state that does not exist yet is neither."""
+def test_flags_of_live_and_swapped_buffers(
+    swapped: bool, live: tuple[str, ...], flags: list[tuple[bool, bool]]
+) -> None:
+    """A state that does not exist yet is neither live nor swapped."""
     held = EngineBuffer(TWO, 0, 0, "float32", {"exp_avg": "float32"}, live=live, swap=swapped or None)
     assert [state for state, _ in list_of(held).buffers] == [MASTER, "exp_avg"]
     assert [(held.is_live(state), held.is_in_file(state)) for state in (MASTER, "exp_avg")] == flags
 
 
-def test_a_state_that_is_kept_whole() -> None:
-    """Of every parameter that the partition touches."""
+def test_a_whole_state_is_wanted_for_each_parameter_in_the_partition() -> None:
     held = EngineBuffer(TWO, 0, 0, "float32", {"exp_avg": "float32"}, whole=("exp_avg",))
     found = list_of(held)
     assert [held.find_state_layout(state)[0].partition for state, _ in found.buffers] == [5, 6]
@@ -124,7 +125,7 @@ def test_a_state_that_is_kept_whole() -> None:
     assert found.blanks == []
 
 
-def test_a_tensor_that_no_optimizer_owns() -> None:
+def test_wants_of_a_tensor_without_optimizer() -> None:
     held = EngineBuffer(join_parameters(0, ("b",), ((3,),)), 0, 0, "bfloat16")
     found = list_of(held, tensor=True)
     assert (found.buffers, held.is_live(MODULE), held.is_in_file(MODULE)) == ([(MODULE, 0)], True, False)
@@ -141,8 +142,8 @@ def test_a_state_in_two_dtypes_has_two_sinks() -> None:
     assert found.wants[2:] == [Want(A_MOMENT, 5, 1, 1, 0, None), Want(moment, 0, 3, 2, 1, None)]
 
 
-def test_a_vocabulary_that_grows_has_its_new_rows_zeroed() -> None:
-    """The whole cut is zeroed before the saved rows are read into it."""
+def test_new_rows_of_a_larger_vocabulary_are_zeroed() -> None:
+    """The whole shard is zeroed before the saved rows are read into it."""
     atom = Atom.of("vocabulary", MASTER, [((4, 2), Fragments("float32", []))])
     held = EngineBuffer(join_parameters(0, ("vocabulary",), ((6, 2),)), 0, 0, "float32")
     saved, wanted = (Layout((rows, 2), (rows, 2), ((((0, rows),), ((0, 2),)),), ((rows, 2),)) for rows in (4, 6))
@@ -159,8 +160,8 @@ def test_a_vocabulary_that_grows_has_its_new_rows_zeroed() -> None:
 @pytest.mark.parametrize(
     ("tensor", "with_states", "wanted"), [(False, True, MASTER), (False, False, COPY), (True, True, MODULE)], ids=str
 )
-def test_which_of_a_parameters_weights_is_wanted(tensor: bool, with_states: bool, wanted: str) -> None:
-    """The master if states are loaded, else the module's copy; without optimizer the module's tensor."""
+def test_the_wanted_weight_is_the_master_copy_or_module_tensor(tensor: bool, with_states: bool, wanted: str) -> None:
+    """The master if states are loaded, else the copy; the module's tensor if there is no optimizer."""
     atoms = [planning.make_atom("b", 3, state=state) for state in (MASTER, COPY, MODULE)]
     held = EngineBuffer(join_parameters(0, ("b",), ((3,),)), 0, 0, "float32")
     view = EngineView(extras=[held]) if tensor else EngineView(flats=[held])
@@ -168,8 +169,8 @@ def test_which_of_a_parameters_weights_is_wanted(tensor: bool, with_states: bool
     assert want.atom.state == wanted
 
 
-def test_of_a_mean_every_replica_is_wanted() -> None:
-    """Two shards of six elements, each whole, whose mean fills the second half."""
+def test_every_replica_of_a_mean_is_wanted() -> None:
+    """The mean of two whole shards of six elements fills the second half."""
     atom = make_halves(MASTER)
     saved = Layout((6,), (6,), ((((0, 6),),),) * 2, ((6,),) * 2, replicated=True, mean=True)
     wanted = Layout((6,), (6,), ((((0, 6),),),), ((6,),))
@@ -185,8 +186,8 @@ def test_of_a_mean_every_replica_is_wanted() -> None:
 
 
 @pytest.mark.parametrize("tensor", [False, True])
-def test_states_and_tensors_come_from_their_own_shard(tensor: bool) -> None:
-    """The second of two shards, for the moment as for the master."""
+def test_states_and_tensors_are_read_from_the_ranks_shard(tensor: bool) -> None:
+    """The second of two shards, for moment and master."""
     layout = cut(2)
     atoms = [make_halves(state) for state in (MASTER, "exp_avg")]
     held = EngineBuffer(

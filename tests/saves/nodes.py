@@ -21,7 +21,7 @@ SECRET = "ab" * 32
 
 
 class Nodes:
-    """Two nodes of a job: their memory, and the writer of each, which copies to the other one."""
+    """Two nodes of a job, each with memory and a writer that copies to the other node."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, name = folder, name_job()
@@ -50,7 +50,7 @@ class Nodes:
         return self.writers[-1]
 
     def copy(self, save: SavePart) -> None:
-        """Copy a save of the first node to the second one, with nothing else going on."""
+        """Copy a save of the first node to the second one, without other transfers."""
         ours, theirs = socket.socketpair()
         sender, receiver = self.make(0), self.make(1)
         thread = threading.Thread(target=receiver._serve_one, args=(ours,))
@@ -75,7 +75,7 @@ class Nodes:
             listener.close()
 
     def save(self, node: int, tag: str = TAG, **changes: Any) -> SavePart:
-        """Make a node's part of its next save, which is to be copied now."""
+        """Make a node's part of its next save, for the writer to copy now."""
         made = make_save(self.jobs[node], str(self.folder / "destination"), tag=tag, node=node, nodes=2, **changes)
         self.jobs[node].note("copying", {"safe": 0, "current": made.number})
         return made

@@ -1,4 +1,4 @@
-"""Saves in memory without an engine: made files, a record, and a writer in this process."""
+"""Saves in memory without an engine: synthesised files, a record, and a writer in this process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.memory import read_tree
 TAG = "global_step3"
 
 SCRIPT = "zero_to_fp32.py"
-"""File that a save puts next to its tag."""
+"""Name of a file that a save writes next to its tag."""
 
 PATIENCE = 120.0
 """Seconds to wait for other processes and threads: longer than a busy machine takes."""
@@ -62,7 +62,7 @@ def make_save(job: Job, *folders: str, tag: str = TAG, keep: int | None = None, 
 
 
 class Run:
-    """A job of this process that saves into memory, and the folder or URL that its saves go to."""
+    """A job of this process that saves into memory, and the folder or URL of its saves."""
 
     def __init__(self, folder: Path, destination: str = "", *, memory: str = "memory", name: str = "job") -> None:
         self.folder, self.destination = folder, destination or str(folder / "destination")
@@ -120,7 +120,7 @@ def make_parts(folder: Path) -> list[Run]:
 
 
 def begin(save: SavePart) -> None:
-    """Record that the first node has begun to write a save; other nodes wait for that."""
+    """Record that the first node has begun to write a save; other nodes wait for this record."""
     publishing.begin_writing(publishing.make_tag(replace(save, node=0), next(iter(save.destinations))))
 
 
@@ -218,7 +218,7 @@ def strip(content: dict[str, bytes]) -> dict[str, bytes]:
 
 
 def find_writer(job: Job) -> int:
-    """Return the process that writes a job's saves: it has the log open, and its starter has not."""
+    """Return the process that writes a job's saves: the process that has the log open, except its parent."""
     log = os.path.join(job.folder, LOG)
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

@@ -21,7 +21,7 @@ Work = Callable[[], str]
 
 
 class KilledError(BaseException):
-    """Ends a writer at a request, which is not carried out."""
+    """Ends a writer before a request is executed."""
 
 
 class Stepper:

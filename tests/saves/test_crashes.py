@@ -29,8 +29,8 @@ class Case:
         check_killed: called after the kill.
         check_ended: called after the next attempt.
         calls: functions before whose calls it is killed.
-        step: it is killed at every call of this number.
-        reset: called after the folder is as it was at the beginning.
+        step: kill the writer at every call of this number.
+        reset: called after the folder is restored.
     """
 
     work: Callable[[], object]
@@ -91,7 +91,7 @@ def prune_store(folder: Path, stack: ExitStack) -> Case:
 
 
 def write_part(folder: Path, killed: int) -> Case:
-    """Write one node's part of a save; the other node's part is there unless it waits for the first node."""
+    """Write one node's part of a save. The other part exists unless its node waits for the first node."""
     nodes = make_parts(folder)
     begin(nodes[0].job.list_saves()[0])
     if killed == 0:
@@ -146,7 +146,7 @@ def stack() -> Iterator[ExitStack]:
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_killed_at_any_call(kind: str, stack: ExitStack) -> None:
+def test_a_writer_killed_at_any_call_leaves_a_complete_save(kind: str, stack: ExitStack) -> None:
     above = Path(stack.enter_context(TemporaryDirectory(dir="/dev/shm")))
     folder, kept = above / "here", above / "kept"
     case = CASES[kind](folder, stack)

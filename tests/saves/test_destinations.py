@@ -1,4 +1,4 @@
-"""Saves that a writer puts into a folder or a store: complete before ``latest`` names them, and nothing of others."""
+"""Saves in a folder or store: ``latest`` names only complete saves, and a writer changes no foreign files."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def list_basenames(folder: str) -> set[str]:
     return {os.path.basename(name) for name in list_tree(folder)}
 
 
-def test_a_save_comes_to_its_destination(run: Run) -> None:
-    """Without the cache of an atomic checkpoint that a load has left next to its tag in memory. Then it is replaced."""
+def test_a_save_is_written_to_its_destination_and_overwritten(run: Run) -> None:
+    """The cache of an atomic checkpoint that a load has left next to the tag in memory is not copied."""
     names = list[list[str]]()
     for _ in range(2):
         made = run.save()
@@ -56,8 +56,8 @@ def test_a_save_comes_to_its_destination(run: Run) -> None:
     assert names[0] == names[1]
 
 
-def test_files_of_others_in_a_tag_stay(run: Run) -> None:
-    """Also another tag below it, when the tag is overwritten by fewer ranks and when it is removed."""
+def test_foreign_files_in_a_tag_are_kept(run: Run) -> None:
+    """They are kept when fewer ranks overwrite the tag and when it is removed. A tag below it is kept, too."""
     tag = f"{run.destination}/{TAG}"
     kept = {"arguments.json": b"{}", "below/mp_rank_00_model_states.pt": b"another tag's"}
     Path(tag, "below").mkdir(parents=True) if "://" not in tag else None
@@ -72,8 +72,8 @@ def test_files_of_others_in_a_tag_stay(run: Run) -> None:
     assert not [name for name in run.list_names() if name.startswith(".")]
 
 
-def test_a_local_copy_of_a_stores_tag_is_replaced(tmp_path: Path) -> None:
-    """And files that decide which checkpoint a folder holds do not come into the new tag; a user's file does."""
+def test_a_save_replaces_a_local_copy_of_a_stores_tag(tmp_path: Path) -> None:
+    """Files that determine a folder's checkpoint format are not kept in the new tag; a user's file is."""
     run = Run(tmp_path)
     tag = Path(run.destination, TAG)
     tag.mkdir(parents=True)
@@ -87,8 +87,8 @@ def test_a_local_copy_of_a_stores_tag_is_replaced(tmp_path: Path) -> None:
     assert resolve_published(str(tag)) == str(tag) and run.is_whole()
 
 
-def test_a_destination_keeps_the_number_of_saves_that_was_asked_for(run: Run) -> None:
-    """And the one that ``latest`` names, and other folders."""
+def test_delete_old_tags_keeps_the_newest_n_and_the_one_in_latest(run: Run) -> None:
+    """Folders that are no tags are kept, too."""
     os.makedirs(f"{run.destination}/theirs") if "://" not in run.destination else None
     write_small(f"{run.destination}/theirs/file", b"1")
     for tag in "abcd":
@@ -96,8 +96,8 @@ def test_a_destination_keeps_the_number_of_saves_that_was_asked_for(run: Run) ->
     assert run.list_names() == {"a", "c", "d", "latest", "theirs", SCRIPT}
 
 
-def test_no_save_is_removed_while_latest_cannot_be_read(run: Run, caplog: pytest.LogCaptureFixture) -> None:
-    """It may name any of them."""
+def test_an_unreadable_latest_prevents_the_removal_of_saves(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """The file may name any of the saves."""
     for tag in "ab":
         run.write_save(tag=tag, keep=1, latest=tag == "a")
     with mock.patch.object(destinations, "read_tag", side_effect=OutOfReachError("busy", path="latest")):
@@ -107,8 +107,8 @@ def test_no_save_is_removed_while_latest_cannot_be_read(run: Run, caplog: pytest
     assert run.list_names() == {*"ad", "latest", SCRIPT}
 
 
-def test_a_store_that_refuses_to_change_latest_is_an_error(run: Run, caplog: pytest.LogCaptureFixture) -> None:
-    """A writer that tried again at once would do so without end."""
+def test_a_store_that_never_accepts_latest_is_an_error(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """Immediate retries would never end."""
     exchange = destinations.exchange_small
 
     def refuse(path: str, data: bytes, before: bytes | None) -> bool:
@@ -122,7 +122,7 @@ def test_a_store_that_refuses_to_change_latest_is_an_error(run: Run, caplog: pyt
     assert run.write() and run.latest == "b"
 
 
-def test_a_tag_that_another_job_has_saved_again_is_not_removed(run: Run, other: Run) -> None:
+def test_a_tag_that_another_job_has_overwritten_is_not_removed(run: Run, other: Run) -> None:
     run.write_save(tag="a", keep=1)
     other.save(tag="a")
     theirs = other.write_save(tag="a")
@@ -131,8 +131,10 @@ def test_a_tag_that_another_job_has_saved_again_is_not_removed(run: Run, other: 
 
 
 @pytest.mark.parametrize("is_saved_again", [False, True])
-def test_a_removal_that_failed_is_completed(is_saved_again: bool, run: Run, caplog: pytest.LogCaptureFixture) -> None:
-    """Unless the tag has been saved again meanwhile, without a seal."""
+def test_a_failed_removal_is_repeated_unless_the_tag_was_overwritten(
+    is_saved_again: bool, run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The overwritten tag has no seal, and its file may have the time of another clock."""
     run.write_save(tag="a", keep=1)
 
     def remove_seal(destination: str, tag: str) -> None:
@@ -146,12 +148,12 @@ def test_a_removal_that_failed_is_completed(is_saved_again: bool, run: Run, capl
         theirs = f"{resolve_published(f'{run.destination}/a')}/mp_rank_00_model_states.pt"
         write_small(theirs, b"theirs")
         if "://" not in theirs:
-            os.utime(theirs, (0, 0))  # by another clock
+            os.utime(theirs, (0, 0))
     run.write_save(tag="c", keep=1)
     assert ("a" in run.list_names()) == is_saved_again and "b" not in run.list_names()
 
 
-def test_latest_that_has_come_to_name_a_damaged_tag_is_replaced(run: Run) -> None:
+def test_latest_that_names_a_damaged_tag_is_replaced(run: Run) -> None:
     def damage() -> None:
         write_small(f"{run.destination}/theirs/{PUBLISHED}", b"{")
         write_small(f"{run.destination}/latest", b"theirs")
@@ -164,7 +166,7 @@ def test_latest_that_has_come_to_name_a_damaged_tag_is_replaced(run: Run) -> Non
 
 
 @pytest.mark.parametrize(("step", "named"), [(1, "theirs"), (9, TAG)])
-def test_latest_does_not_go_back_behind_another_jobs_save(step: int, named: str, run: Run, other: Run) -> None:
+def test_latest_never_returns_to_an_older_save_than_another_jobs(step: int, named: str, run: Run, other: Run) -> None:
     other.save(tag="theirs", step=3)
     run.save(step=step)
     with call_before("seal_folder", other.write):
@@ -172,7 +174,7 @@ def test_latest_does_not_go_back_behind_another_jobs_save(step: int, named: str,
     assert run.latest == named and run.is_whole()
 
 
-def test_a_tag_that_is_saved_again_while_it_is_written(run: Run) -> None:
+def test_a_tag_that_is_saved_again_during_its_write_gets_the_later_save(run: Run) -> None:
     run.save()
     with call_before("put_file", run.save):
         assert run.write()
@@ -181,7 +183,7 @@ def test_a_tag_that_is_saved_again_while_it_is_written(run: Run) -> None:
 
 
 def test_a_part_of_an_earlier_save_does_not_complete_a_later_one(run: Run, tmp_path: Path) -> None:
-    """The other node has written its part of a save that the first node gave up."""
+    """The other node has written its part of a save that the first node abandoned."""
     node = Run(tmp_path, run.destination, memory="node1")
     for _ in range(2):
         run.save(nodes=2)
@@ -192,7 +194,9 @@ def test_a_part_of_an_earlier_save_does_not_complete_a_later_one(run: Run, tmp_p
     assert not [name for name in list_tree(run.destination) if ".ucp-written" in name]
 
 
-def test_a_store_that_is_down_has_nothing(tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_upload_leaves_no_objects_and_is_retried(
+    tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
     run = Run(tmp_path, f"s3://{BUCKET}/down")
     run.save()
     with server.failing(lambda environ: "403" if environ["REQUEST_METHOD"] == "PUT" else None):
@@ -202,8 +206,8 @@ def test_a_store_that_is_down_has_nothing(tmp_path: Path, server: Server, caplog
 
 
 @pytest.mark.parametrize("kind", params(["folder"], ["store"]))
-def test_two_jobs_at_once_with_the_same_tags(kind: str, tmp_path: Path, server: Server) -> None:
-    """Their writers do not share memory, as on different machines."""
+def test_two_concurrent_jobs_write_the_same_tags(kind: str, tmp_path: Path, server: Server) -> None:
+    """Their writers do not share memory, like writers on different machines."""
     destination = str(tmp_path / "destination") if kind == "folder" else f"s3://{BUCKET}/both"
     jobs = [Job(str(tmp_path / f"memory{number}" / "job")) for number in range(2)]
     for job in jobs:

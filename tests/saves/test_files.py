@@ -1,4 +1,4 @@
-"""``torch.save`` into memory: the same content by every path, and memory that is freed."""
+"""``torch.save`` into memory: equal content by every path, and freed memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check(path: Path, state: dict[str, Any]) -> None:
 
 
 def test_a_file_is_overwritten_through_its_mapping(shared: Path) -> None:
-    """Also by longer ones, whose end is not mapped, and by shorter ones."""
+    """The new content may be longer than the mapping, or shorter."""
     mapped, path = MappedFiles(wanted=True), shared / "state.pt"
     save_over(make_state(), str(path), mapped)
     mapped.settle()
@@ -54,8 +54,7 @@ def test_a_file_is_overwritten_through_its_mapping(shared: Path) -> None:
     mapped.tidy(everything=True)
 
 
-def test_memory_of_deleted_files_is_freed(shared: Path) -> None:
-    """When they are neither open nor mapped any more."""
+def test_memory_of_deleted_files_is_freed_after_their_last_reference(shared: Path) -> None:
     mapped, path = MappedFiles(wanted=True), shared / "state.pt"
 
     def list_held() -> list[str]:
@@ -72,7 +71,7 @@ def test_memory_of_deleted_files_is_freed(shared: Path) -> None:
 
 
 def test_storages_of_devices_are_copied_in_pieces(tmp_path: Path) -> None:
-    """On a machine with a GPU torch would copy each one whole before it is written."""
+    """On a machine with a GPU torch would copy each storage whole before it is written."""
     state, path = make_state(), tmp_path / "state.pt"
     with (
         mock.patch.object(torch.cuda, "is_available", return_value=True),

@@ -1,4 +1,4 @@
-"""Folders of trainers that may be removed while a save is pending, without a trainer."""
+"""Removal of a trainer's folders while a save is pending, without a trainer."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def remove(folder: str, *, coming: bool = False) -> bool:
     return not os.path.exists(folder)
 
 
-def test_the_last_complete_folder_stays_until_there_is_another(
+def test_the_last_complete_folder_is_kept_until_another_is_complete(
     make: Callable[..., str], written: set[str], tmp_path: Path
 ) -> None:
     a, b, c = make("a"), make("b"), str(tmp_path / "c")
@@ -69,7 +69,7 @@ def test_the_last_complete_folder_stays_until_there_is_another(
     assert not os.path.exists(b) and os.path.exists(c)
 
 
-def test_a_folder_stays_only_if_a_save_is_pending_next_to_it(make: Callable[..., str], written: set[str]) -> None:
+def test_a_folder_is_kept_only_while_a_save_next_to_it_is_pending(make: Callable[..., str], written: set[str]) -> None:
     written.add(locate(os.path.join("elsewhere", "c")))
     assert remove(make("a"))
     assert not remove(make("b"), coming=True)
@@ -86,12 +86,12 @@ def test_an_incomplete_folder_does_not_replace_another(
 
 
 def test_a_folder_that_is_being_written_does_not_replace_another(make: Callable[..., str], written: set[str]) -> None:
-    """Although it holds an older save."""
+    """The folder contains an older save."""
     written.add(locate(make("c")))
     assert not remove(make("a"))
 
 
-def test_a_folder_that_lacks_a_save_stays_until_it_is_written(make: Callable[..., str], written: set[str]) -> None:
+def test_a_folder_with_a_pending_save_is_removed_after_its_write(make: Callable[..., str], written: set[str]) -> None:
     """Otherwise the writer would create it again."""
     make("a")
     b = make("b")
@@ -101,7 +101,7 @@ def test_a_folder_that_lacks_a_save_stays_until_it_is_written(make: Callable[...
     assert remove(make("c")) and not os.path.exists(b)
 
 
-def test_a_folder_that_is_saved_to_again_is_not_removed(make: Callable[..., str], written: set[str]) -> None:
+def test_a_new_save_to_a_folder_cancels_its_removal(make: Callable[..., str], written: set[str]) -> None:
     a = make("a")
     assert not remove(a, coming=True)
     assert not keeping.begin_save(a, CONFIG, Comm())  # it holds a save already
@@ -110,7 +110,9 @@ def test_a_folder_that_is_saved_to_again_is_not_removed(make: Callable[..., str]
     assert os.path.exists(a)
 
 
-def test_folders_have_the_times_of_their_saves(make: Callable[..., str], written: set[str], tmp_path: Path) -> None:
+def test_modification_times_of_folders_are_the_times_of_their_saves(
+    make: Callable[..., str], written: set[str], tmp_path: Path
+) -> None:
     """Files that are written later do not make a folder newer."""
     for name in "ab":
         assert keeping.begin_save(tmp_path / name, CONFIG, Comm())

@@ -42,7 +42,7 @@ def test_a_record_is_written_after_its_files_and_removed_before_them(run: Run, m
     assert events == [f"sync_folder {os.path.basename(made.folder)}"] and os.path.exists(run.job.spare)
 
 
-def test_a_save_that_is_freed_while_its_folder_is_looked_at_is_no_error(run: Run) -> None:
+def test_a_save_may_be_freed_while_its_folder_is_listed(run: Run) -> None:
     """The next save deletes unfinished folders while the writer frees older saves."""
     made, glob = run.save(), Path.glob
 
@@ -55,7 +55,7 @@ def test_a_save_that_is_freed_while_its_folder_is_looked_at_is_no_error(run: Run
         assert not run.job.is_unfinished(made.number)
 
 
-def test_a_line_of_a_record_that_is_cut_off_does_not_count(run: Run) -> None:
+def test_a_truncated_line_of_a_record_is_ignored(run: Run) -> None:
     run.job.reserve(7, 0)
     made = replace(run.save("first", "second"), folder=run.job.find_folder(7))
     first, second = made.destinations
@@ -70,19 +70,19 @@ def test_a_line_of_a_record_that_is_cut_off_does_not_count(run: Run) -> None:
     assert made.read("done") == {first: "", second: "other"}
     assert record.stat().st_size == size
     made.note("failed", {first: "y" * size})
-    for number in range(3):  # the room that is reserved has the last one alone
+    for number in range(3):  # the reserved room contains only the last line
         made.note("failed", {first: str(number) * (size // 2)})
     assert record.stat().st_size < 2 * size and made.read("failed") == {first: "2" * (size // 2)}
     assert made.read("done") == {first: "", second: "other"} and made.is_recorded() is False
 
 
-def test_a_job_is_owned_as_long_as_the_process_that_saves(tmp_path: Path) -> None:
-    """Also for processes that cannot see it: containers share memory, not process numbers."""
+def test_a_job_is_owned_until_its_saving_process_ends(tmp_path: Path) -> None:
+    """Processes of other containers see this, too: containers share memory, not process numbers."""
     job, (begun, begin), (ended, end) = Job(str(tmp_path / "job")), os.pipe(), os.pipe()
     child = os.fork()
     if not child:
         job.own()
-        os.fork()  # a worker that outlives the process, and does not save
+        os.fork()  # a worker that outlives the process and does not save
         os.write(begin, b"1")
         os.close(end)
         os.read(ended, 1)
@@ -97,8 +97,8 @@ def test_a_job_is_owned_as_long_as_the_process_that_saves(tmp_path: Path) -> Non
         os.close(fd)
 
 
-def test_a_look_at_a_jobs_lock_does_not_hold_it(tmp_path: Path) -> None:
-    """Not even if the process is forked while it looks."""
+def test_checking_a_jobs_lock_does_not_acquire_it(tmp_path: Path) -> None:
+    """The process may fork during the check."""
     (tmp_path / "owner").touch()
     (goes_on, go), children, flock = os.pipe(), list[int](), fcntl.flock
 
@@ -120,8 +120,8 @@ def test_a_look_at_a_jobs_lock_does_not_hold_it(tmp_path: Path) -> None:
     os.close(goes_on)
 
 
-def test_a_job_that_begins_is_not_taken_for_a_dead_one(tmp_path: Path) -> None:
-    """By another one that begins at the same time."""
+def test_a_starting_job_does_not_count_as_dead(tmp_path: Path) -> None:
+    """Another job starts at the same time."""
     job, flock = Job(str(tmp_path / name_job())), fcntl.flock
 
     def lock(file: Any, operation: int) -> None:
@@ -134,8 +134,8 @@ def test_a_job_that_begins_is_not_taken_for_a_dead_one(tmp_path: Path) -> None:
     assert job.is_there() and job.is_owned()
 
 
-def test_the_first_rank_that_shares_a_memory_owns_it(tmp_path: Path) -> None:
-    """Launchers may give each rank the local rank 0, and nodes may be containers of one machine."""
+def test_the_first_of_the_ranks_that_share_memory_owns_it(tmp_path: Path) -> None:
+    """Launchers may set local rank 0 on each rank, and nodes may be containers of one machine."""
 
     class TwoRanks(Comm):
         size, others = 2, tmp_path / "memory"
@@ -152,7 +152,7 @@ def test_the_first_rank_that_shares_a_memory_owns_it(tmp_path: Path) -> None:
     assert list_owners(config.save.memory, comm) == [0, 1]
 
 
-def test_folders_may_name_the_home_and_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_folders_expand_the_home_and_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NVME", str(tmp_path / "nvme"))
     monkeypatch.delenv("SCRATCH", raising=False)
@@ -179,10 +179,10 @@ FOREIGN: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_a_memory_that_another_user_may_have_made_is_refused(
+def test_memory_that_another_user_may_have_written_is_refused(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A resume loads the saves in it."""
+    """A resume would load the saves in it."""
     user = os.getuid() + (kind == "another's")
     FOREIGN[kind](tmp_path / f"deepspeed_ucp-{user}")
     monkeypatch.setattr(os, "getuid", lambda: user)
@@ -192,7 +192,7 @@ def test_a_memory_that_another_user_may_have_made_is_refused(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_jobs_that_another_user_may_have_made_are_ignored(tmp_path: Path) -> None:
+def test_jobs_that_another_user_may_have_written_are_ignored(tmp_path: Path) -> None:
     root = find_root(str(tmp_path))
     names = [name_job() for _ in range(3)]
     for name in names[:2]:

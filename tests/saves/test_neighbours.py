@@ -1,4 +1,4 @@
-"""Copies of saves in another node's memory, without ranks: two writers of one job, and strangers that call them."""
+"""Copies of saves in another node's memory, without ranks: two writers of one job, and unauthorized peers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def offer(peer: Peer, description: Any) -> copies._Reply:
     return peer.receive_reply()
 
 
-def test_each_node_has_the_others_part(nodes: Nodes) -> None:
+def test_each_node_gets_a_copy_of_the_others_part(nodes: Nodes) -> None:
     nodes.start(0, 1)
     saves = [nodes.save(node) for node in range(2)]
     wait_until(lambda: all(save.read("copied") for save in saves))
@@ -77,8 +77,8 @@ def test_each_node_has_the_others_part(nodes: Nodes) -> None:
     assert not nodes.jobs[1].holds_none()
 
 
-def test_a_part_without_files_is_copied(nodes: Nodes) -> None:
-    """Without it the save would not be complete when its node is lost."""
+def test_a_part_of_a_save_without_files_is_copied(nodes: Nodes) -> None:
+    """Otherwise the save would be incomplete after the loss of its node."""
     save = nodes.save(0)
     for path in save.list_files():
         Path(save.folder, path).unlink()
@@ -88,7 +88,7 @@ def test_a_part_without_files_is_copied(nodes: Nodes) -> None:
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_load_finds_the_save_whose_parts_are_all_there(lost: int, nodes: Nodes) -> None:
+def test_a_load_finds_the_newest_save_with_all_parts(lost: int, nodes: Nodes) -> None:
     nodes.start(0, 1)
     saves = [nodes.save(node) for node in range(2)]
     wait_until(lambda: all(save.read("copied") for save in saves))
@@ -105,8 +105,8 @@ def test_a_load_finds_the_save_whose_parts_are_all_there(lost: int, nodes: Nodes
     assert found.copies == (nodes.jobs[1 - lost].find_copy(lost, 1),)
 
 
-def test_a_copy_that_lacks_a_mark_hides_none_of_the_node(nodes: Nodes) -> None:
-    """A writer may end before it has sent the mark. Then the destination has other files of that step."""
+def test_a_done_mark_counts_although_the_copy_lacks_it(nodes: Nodes) -> None:
+    """A writer may end before it sends the mark. Here the destination then has other files of that step."""
     destination = nodes.folder / "destination"
     saves = [nodes.save(node, step=3) for node in range(2)]
     nodes.copy(saves[0])
@@ -134,7 +134,7 @@ def test_a_peer_without_the_secret_is_refused(nodes: Nodes, caplog: pytest.LogCa
 
 
 @pytest.mark.parametrize("at", [0, 1, 200])
-def test_a_connection_that_is_cut_leaves_no_partial_copy(at: int, nodes: Nodes) -> None:
+def test_an_interrupted_connection_leaves_no_partial_copy(at: int, nodes: Nodes) -> None:
     nodes.start(1)
     save = nodes.save(0)
     with nodes.call() as peer:
@@ -146,7 +146,7 @@ def test_a_connection_that_is_cut_leaves_no_partial_copy(at: int, nodes: Nodes) 
     assert read_bytes(Path(nodes.jobs[1].find_copy(0, 1)) / TAG) == read_bytes(Path(save.folder) / TAG)
 
 
-def test_a_slow_stranger_is_disconnected(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_unauthenticated_peer_is_disconnected(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "_REACHED", 0.2)
     monkeypatch.setattr(copies, "_SILENT", 2 * PATIENCE)
     nodes.start(1)
@@ -154,7 +154,7 @@ def test_a_slow_stranger_is_disconnected(nodes: Nodes, monkeypatch: pytest.Monke
         assert b"CHALLENGE" in sock.recv(100)
         with suppress(ConnectionError):
             sock.sendall(b"\0\0\0\x20")
-            for _ in range(31):  # one less than announced
+            for _ in range(31):  # one byte less than announced
                 sock.sendall(b"x")
                 time.sleep(0.01)
         with suppress(ConnectionError):
@@ -181,7 +181,9 @@ SAVES: list[dict[str, Any]] = [
     ],
     ids=str,
 )
-def test_a_description_that_leads_elsewhere_is_refused(changes: dict[str, Any], path: str, nodes: Nodes) -> None:
+def test_a_description_with_a_path_outside_the_save_is_refused(
+    changes: dict[str, Any], path: str, nodes: Nodes
+) -> None:
     nodes.start(1)
     description = describe(nodes.save(0), **changes)
     if path:
@@ -197,7 +199,7 @@ def test_a_malformed_description_is_refused(data: bytes, nodes: Nodes) -> None:
     nodes.start(1)
     with nodes.call() as peer, pytest.raises(StorageError, match="refused"):
         offer(peer, data)
-    with nodes.call() as peer:  # a message that no memory can hold
+    with nodes.call() as peer:  # a message larger than any memory
         peer._sock.sendall(b"\x7f\xff\xff\xff")
         with pytest.raises((EOFError, OSError)):
             peer.receive_reply()
@@ -211,8 +213,8 @@ FULL = {
 
 
 @pytest.mark.parametrize("when", FULL)
-def test_memory_without_room_has_the_copy_later(when: str, nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
-    """The node's own saves come first."""
+def test_a_copy_without_room_in_memory_is_sent_later(when: str, nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
+    """The node's saves take precedence over copies."""
     name, how, text = FULL[when]
     nodes.start(1)
     nodes.save(1)
@@ -226,7 +228,7 @@ def test_memory_without_room_has_the_copy_later(when: str, nodes: Nodes, caplog:
     assert nodes.list_copies(1) == [1]
 
 
-def test_a_byte_that_changes_on_its_way_is_noticed(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_byte_that_changes_in_transfer_is_detected(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
     nodes.start(1)
     save = nodes.save(0)
     data = Path(save.folder, save.list_files()[0]).read_bytes()
@@ -240,7 +242,7 @@ def test_a_byte_that_changes_on_its_way_is_noticed(nodes: Nodes, caplog: pytest.
     assert nodes.list_copies(1) == []
 
 
-def test_a_save_that_is_overwritten_while_it_is_sent_is_no_copy(nodes: Nodes) -> None:
+def test_a_save_that_is_overwritten_during_its_transfer_is_discarded(nodes: Nodes) -> None:
     nodes.start(1)
     original, save = Peer.send_file, nodes.save(0)
     last = os.path.join(save.folder, save.list_files()[-1])
@@ -258,7 +260,7 @@ def test_a_save_that_is_overwritten_while_it_is_sent_is_no_copy(nodes: Nodes) ->
     nodes.save_copied()
 
 
-def test_older_copies_are_removed_except_the_last_save_that_all_nodes_have(nodes: Nodes) -> None:
+def test_older_copies_are_removed_except_the_last_save_on_all_nodes(nodes: Nodes) -> None:
     nodes.start(0, 1)
     kept = list[list[int]]()
     for number, safe in ((1, 0), (2, 1), (3, 2), (4, 2), (5, 2)):
@@ -271,8 +273,8 @@ def test_older_copies_are_removed_except_the_last_save_that_all_nodes_have(nodes
     assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5]]
 
 
-def test_the_newest_save_is_copied_at_the_end(nodes: Nodes) -> None:
-    """Although another one is being copied; then both writers end."""
+def test_the_newest_save_is_copied_at_exit(nodes: Nodes) -> None:
+    """At that time another save is being copied. Both writers then exit."""
     nodes.start(0, 1)
     for node in (0, 1, 0, 1):
         nodes.save(node)
@@ -286,7 +288,7 @@ def test_the_newest_save_is_copied_at_the_end(nodes: Nodes) -> None:
     assert [nodes.list_copies(node)[-1] for node in range(2)] == [2, 2]
 
 
-def test_a_lost_neighbour_is_not_waited_for(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_does_not_wait_for_a_lost_neighbour(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "_SILENT", 0.1)
     monkeypatch.setattr(copies, "_REACHED", 0.1)
     writer = nodes.start(0, wait=1e9)
@@ -297,7 +299,7 @@ def test_a_lost_neighbour_is_not_waited_for(nodes: Nodes, monkeypatch: pytest.Mo
     wait_until(lambda: save.read("copied") == {"1": ""})
 
 
-def test_copies_of_a_dead_job_are_removed_for_a_save_once_their_destination_has_them(nodes: Nodes) -> None:
+def test_a_save_frees_a_dead_jobs_copies_that_their_destination_has(nodes: Nodes) -> None:
     nodes.start(0, 1)
     save = nodes.save_copied()
     nodes.stop()
@@ -312,8 +314,8 @@ def test_copies_of_a_dead_job_are_removed_for_a_save_once_their_destination_has_
         assert saver.budget.make_room() == ""
 
 
-def test_a_writer_that_replaces_a_killed_one_is_reached_at_its_address(nodes: Nodes) -> None:
-    """Writers are processes; their secret is on no command line and in no file."""
+def test_a_restarted_writer_is_reached_at_the_same_address(nodes: Nodes) -> None:
+    """Writers are processes. Their secret is neither on a command line nor in a file."""
 
     def start(node: int) -> Any:
         job = nodes.jobs[node]
@@ -328,7 +330,7 @@ def test_a_writer_that_replaces_a_killed_one_is_reached_at_its_address(nodes: No
     os.kill(find_writer(nodes.jobs[1]), signal.SIGKILL)
     wait_until(lambda: not is_locked(nodes.jobs[1]))
     later = [nodes.save(node, tag="later") for node in range(2)]
-    time.sleep(0.2)  # the connection is accepted, and nothing is answered
+    time.sleep(0.2)  # the connection is accepted but not answered
     assert not any(save.read("copied").get("1") for save in later)
     pipes.append(start(1))
     wait_until(lambda: all(any(save.read("copied").values()) for save in later))
@@ -345,14 +347,14 @@ def test_a_writer_that_replaces_a_killed_one_is_reached_at_its_address(nodes: No
 # -- agreement of ranks ------------------------------------------------------------------------------------------------
 
 
-def test_a_node_that_knows_itself_by_a_loopback_address_is_reached_by_its_name() -> None:
+def test_a_node_with_a_loopback_address_is_reached_by_its_host_name() -> None:
     nodes = [neighbours._Node("a", "127.0.1.1", "127.0.1.1"), neighbours._Node("b", "10.0.0.2", "10.0.0.1")]
     assert [find_address(nodes, node) for node in range(2)] == ["10.0.0.1", "10.0.0.2"]
     here = [neighbours._Node("a", "127.0.0.1", "127.0.0.1")] * 2
     assert find_address(here, 1) == "127.0.0.1"
 
 
-def test_the_address_of_a_node_is_the_one_on_the_way_to_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nodes_address_is_that_of_its_route_to_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
     probe = mock.MagicMock()
     probe.__enter__.return_value = mock.Mock(getsockname=lambda: ("10.0.0.2", 1))
     monkeypatch.setattr(socket, "socket", lambda *_: probe)
@@ -362,7 +364,7 @@ def test_the_address_of_a_node_is_the_one_on_the_way_to_the_master(monkeypatch: 
 
 
 class TwoNodes(Comm):
-    """Two ranks, of which this one is the first node's; the other one's values are given."""
+    """Two ranks: this one on the first node, and a peer with predefined values."""
 
     size = 2
 
@@ -373,8 +375,8 @@ class TwoNodes(Comm):
         return [value, (self._pack(self.values.pop(0)), None)]
 
 
-def test_all_nodes_copy_the_same_save(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
-    """The next one when each node has the last one or cannot have it; it is safe when all nodes have it."""
+def test_all_nodes_agree_on_the_save_to_copy(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
+    """The next save is copied after each node has, or cannot have, the last one. It is safe on all nodes."""
     job = nodes.jobs[0]
     known = Neighbours(job, {"name": "here", "to": 1}, nodes.listeners[0])
 

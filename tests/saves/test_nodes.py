@@ -25,7 +25,7 @@ def nodes(tmp_path: Path) -> list[Run]:
     return make_parts(tmp_path)
 
 
-def test_a_save_is_published_when_all_nodes_have_written(nodes: list[Run], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_is_published_after_all_nodes_have_written(nodes: list[Run], caplog: pytest.LogCaptureFixture) -> None:
     assert not nodes[0].write(wait=0.2)
     assert "1 of 2 nodes have not written their files" in caplog.text
     assert not [name for name in nodes[0].list_names() if not name.startswith(".")]
@@ -43,15 +43,15 @@ def copy_save(run: Run, number: int, tag: str = TAG, **changes: Any) -> SavePart
     return made
 
 
-def test_a_node_writes_the_saves_that_the_first_node_has_begun(nodes: list[Run], tmp_path: Path) -> None:
-    """Neither a later one that it has already, nor an older one that the first node has dropped."""
+def test_a_node_writes_only_saves_that_the_first_node_has_begun(nodes: list[Run], tmp_path: Path) -> None:
+    """It waits with later saves, and skips older ones that the first node has dropped."""
     for run in nodes:
         copy_save(run, 2)
         copy_save(run, 3)
     os.rename(nodes[0].job.find_folder(3), tmp_path / "not yet")
     other = threading.Thread(target=nodes[1].write)
     other.start()
-    time.sleep(0.2)  # it must not write meanwhile
+    time.sleep(0.2)  # the node must not write in this time
     assert not (tmp_path / "destination").exists()
     assert nodes[0].write()
     assert [save.number for save in nodes[0].job.list_saves() if not save.list_pending()] == [2]
@@ -61,8 +61,8 @@ def test_a_node_writes_the_saves_that_the_first_node_has_begun(nodes: list[Run],
     assert not nodes[1].list_late()
 
 
-def test_a_later_save_leaves_the_parts_of_a_pending_one(nodes: list[Run]) -> None:
-    """The other node has recorded its part as written, and does not write it again."""
+def test_a_later_save_keeps_the_written_parts_of_a_pending_one(nodes: list[Run]) -> None:
+    """The other node has recorded its part as written and does not repeat the write."""
     for run in nodes:
         copy_save(run, 2, "next")
         for save in run.job.list_saves():
@@ -75,7 +75,7 @@ def test_a_later_save_leaves_the_parts_of_a_pending_one(nodes: list[Run]) -> Non
 
 
 def test_a_node_without_files_waits_for_the_first_node(nodes: list[Run], tmp_path: Path) -> None:
-    """Although the tag has the seal of another save."""
+    """The tag has the seal of another save."""
     saves = [run.job.list_saves()[0] for run in nodes]
     for path in Path(saves[1].folder, TAG).iterdir():
         path.rename(Path(saves[0].folder, TAG, path.name))
@@ -87,15 +87,15 @@ def test_a_node_without_files_waits_for_the_first_node(nodes: list[Run], tmp_pat
 
 
 def test_only_the_first_node_removes_saves(nodes: list[Run]) -> None:
-    """Another node writes its part before the save is complete; the older one may be the only complete save then."""
+    """When another node writes its part, the older save may be the only complete one."""
     write_both(nodes)
     Path(nodes[0].destination, "latest").unlink()
     begin(copy_save(nodes[1], 2, "next", destinations={nodes[1].destination: 1}, latest=False))
     assert nodes[1].write() and nodes[0].is_whole()
 
 
-def test_a_running_job_frees_memory_without_a_look_at_the_destination(nodes: list[Run]) -> None:
-    """Training would wait for a destination that is slow."""
+def test_a_running_job_frees_memory_without_reading_the_destination(nodes: list[Run]) -> None:
+    """A slow destination would delay training."""
     (made,) = nodes[1].job.list_saves()
     copy_save(nodes[1], 2)
     made.note("done", {nodes[1].destination: "on the first node"})
@@ -104,8 +104,8 @@ def test_a_running_job_frees_memory_without_a_look_at_the_destination(nodes: lis
     assert [save.number for save in nodes[1].job.list_saves()] == [2]
 
 
-def test_a_snapshot_is_freed_when_all_nodes_have_a_later_one(run: Run) -> None:
-    """The other nodes may be lost before they have recorded the later one."""
+def test_a_snapshot_is_freed_after_all_nodes_recorded_a_later_one(run: Run) -> None:
+    """Other nodes may be lost before they record the later snapshot."""
     for tag in "abc":
         run.save(tag=tag, destinations={}, nodes=2)
     SaveWriter(run.job, PATIENCE).free()
@@ -114,8 +114,8 @@ def test_a_snapshot_is_freed_when_all_nodes_have_a_later_one(run: Run) -> None:
     assert [save.tag for save in run.job.list_saves()] == ["c"]
 
 
-def test_a_node_that_could_not_record_a_written_save_finds_it(nodes: list[Run], tmp_path: Path) -> None:
-    """Unless the tag is another save."""
+def test_a_node_finds_an_unrecorded_written_save_in_the_destination(nodes: list[Run], tmp_path: Path) -> None:
+    """If the tag contains another save, the node writes again."""
     state = Path(nodes[1].job.list_saves()[0].folder) / "save-1.json"
     pending = state.read_bytes()
     write_both(nodes)
@@ -125,20 +125,22 @@ def test_a_node_that_could_not_record_a_written_save_finds_it(nodes: list[Run], 
     shutil.rmtree(nodes[0].destination)
     other = Run(tmp_path, memory="other")
     other.save()
-    other.write_save()  # of other weights
+    other.write_save()  # with other weights
     assert not nodes[1].write(wait=0.2)
 
 
-def test_a_part_that_another_node_has_damaged_is_given_up(nodes: list[Run], caplog: pytest.LogCaptureFixture) -> None:
-    """That node has written it and does not write it again."""
-    assert not nodes[0].write(wait=0.2)  # it has begun
+def test_a_save_with_a_damaged_part_of_another_node_is_abandoned(
+    nodes: list[Run], caplog: pytest.LogCaptureFixture
+) -> None:
+    """That node has written its part and does not repeat the write."""
+    assert not nodes[0].write(wait=0.2)  # it begins the save
     assert nodes[1].write()
     (save,), (part,) = nodes[0].job.list_saves(), nodes[1].job.list_saves()
     (name,) = [Path(path).name for path in part.list_files()][:1]
     (arrived,) = Path(nodes[0].destination).glob(f".*/{name}")
     os.truncate(arrived, 100)
     writer = SaveWriter(nodes[0].job, PATIENCE)
-    assert not write_pending(writer)  # its own files may be the damaged ones: it writes them once more
+    assert not write_pending(writer)  # its files may be damaged, too: it writes them once more
     assert write_pending(writer)
     assert f"no retry can mend this: {arrived}" in caplog.text
     assert save.list_lacking() == [nodes[0].destination] and not save.list_pending()  # memory keeps it

@@ -40,7 +40,7 @@ class Rank:
 
 
 def run(log: Path, ranks: int, *arguments: object) -> tuple[list[Any], str, int]:
-    """Run a job; return the result of its ranks, which is the same on all. Their output is in a folder."""
+    """Run a job; return the result of its ranks, which must be equal. Their output is in a folder."""
     log.mkdir()
     with hold_port() as held:
         job = [Rank(log / str(rank), rank, held.getsockname()[1], ranks, *arguments) for rank in range(ranks)]
@@ -49,8 +49,8 @@ def run(log: Path, ranks: int, *arguments: object) -> tuple[list[Any], str, int]
     return results[0]
 
 
-def test_jobs_one_after_the_other(tmp_path: Path) -> None:
-    """The first ends and frees memory. The second is killed, its writer continues. The third loads from memory."""
+def test_each_job_loads_the_last_save_of_the_job_before(tmp_path: Path) -> None:
+    """The first job ends and frees memory. The second is killed; its writer continues. The third loads from memory."""
     folder, memory = tmp_path / "destination", tmp_path / "memory"
     found, _, code = run(tmp_path / "1", 1, folder, memory, 2, "ended")
     assert (found[1], code) == (0, 0)
@@ -66,8 +66,7 @@ def test_jobs_one_after_the_other(tmp_path: Path) -> None:
     wait_until(lambda: not [path for path in folder.iterdir() if path.name.startswith(".")])  # records too
 
 
-def test_an_uncaught_error_keeps_memory(tmp_path: Path) -> None:
-    """The job may be started again."""
+def test_an_uncaught_error_keeps_saves_in_memory(tmp_path: Path) -> None:
     code = (
         "import sys; from deepspeed_ucp.config import SaveOptions, UniversalConfig\n"
         "from deepspeed_ucp.saves.memory import name_job; from deepspeed_ucp.saves.saver import Saver\n"
@@ -89,14 +88,14 @@ def test_an_uncaught_error_keeps_memory(tmp_path: Path) -> None:
     assert is_whole(str(tmp_path / "destination" / TAG)) and [save.tag for save in job.list_saves()] == [TAG]
 
 
-def test_all_ranks_killed_between_snapshots(tmp_path: Path) -> None:
-    """Only the steps since the last snapshot are lost; the run continues to the bit like one that was not killed."""
+def test_a_run_continues_after_all_ranks_are_killed_between_snapshots(tmp_path: Path) -> None:
+    """Only the steps since the last snapshot are lost. The result equals an uninterrupted run's to the bit."""
     destination, memory = tmp_path / "destination", tmp_path / "memory"
     killed = run(tmp_path / "1", 2, destination, memory, 8, "killed", 3)
     assert killed[0] == [None, 0, None] and killed[2] == -signal.SIGKILL
     (path, *found), weights, code = run(tmp_path / "2", 2, destination, memory, 4, "ended", 3)
     assert path.startswith(str(memory)) and found == [6, 6] and code == 0
-    # All ranks have the same samples, so one rank trains as two do.
+    # All ranks have the same samples, so one rank computes the same as two.
     whole = run(tmp_path / "3", 1, tmp_path / "whole", memory, 10, "ended", 99)
     assert weights == whole[1] != killed[1]
     assert not destination.exists()

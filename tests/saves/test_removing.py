@@ -51,7 +51,7 @@ def precious(tmp_path: Path) -> Path:
     return made
 
 
-def test_a_destination_that_keeps_few_saves_follows_no_link_in_a_tag(tmp_path: Path, precious: Path) -> None:
+def test_removal_of_old_saves_follows_no_link_in_a_tag(tmp_path: Path, precious: Path) -> None:
     run = Run(tmp_path)
     run.write_save(tag="a", keep=1)
     before = look(precious)
@@ -64,7 +64,7 @@ def test_a_destination_that_keeps_few_saves_follows_no_link_in_a_tag(tmp_path: P
     ("tag", "message"),
     [*((tag, "links are not followed") for tag in ("link", "link/tag", "link/tag/tag")), ("../precious", "leads out")],
 )
-def test_a_tag_outside_of_its_destination_is_refused(tag: str, message: str, tmp_path: Path, precious: Path) -> None:
+def test_removal_of_a_tag_elsewhere_is_refused(tag: str, message: str, tmp_path: Path, precious: Path) -> None:
     make_tag(precious / "tag" / "tag")
     before, destination = look(precious), tmp_path / "destination"
     destination.mkdir()
@@ -95,8 +95,8 @@ def test_the_seal_is_deleted_first_and_states_last(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["unlink", "open"])
-def test_a_folder_that_is_replaced_by_a_link_meanwhile(call: str, tmp_path: Path, precious: Path) -> None:
-    """After the listing, right before the folder is opened or a file in it is deleted."""
+def test_removal_follows_no_link_that_replaces_a_folder_meanwhile(call: str, tmp_path: Path, precious: Path) -> None:
+    """The link replaces the folder after the listing, before the folder is opened or a file in it is deleted."""
     make_tag(tmp_path / "destination" / "tag")
     before, ranks, swapped = look(precious), tmp_path / "destination" / "tag" / SWAPS / "rank0", list[str]()
     original = getattr(os, call)
@@ -164,8 +164,8 @@ TREES = st.recursive(
 
 @examples(300)
 @given(st.dictionaries(st.sampled_from(NAMES), TREES, max_size=8))
-def test_random_trees_with_links(tree: dict[str, Any]) -> None:
-    """Nothing changes outside the tag. Inside, only files of the save and its empty folders are deleted."""
+def test_removal_of_random_trees_deletes_only_files_of_the_save(tree: dict[str, Any]) -> None:
+    """The tag loses files of the save and empty folders. Files outside the tag stay unchanged."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
         root = Path(name)
         for each in ("outside", "destination/other", "destination/tag"):
@@ -185,7 +185,9 @@ def test_random_trees_with_links(tree: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("path", [".", "..", "../..", "/"])
-def test_a_path_without_a_name_is_refused(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removal_of_a_path_without_a_name_is_refused(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     monkeypatch.chdir(tmp_path / "folder")

@@ -1,4 +1,4 @@
-"""The ranks' side of a save without DeepSpeed: which saves go through memory, and which are found there."""
+"""The ranks' side of a save, without DeepSpeed: saves through memory, and their reuse."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def training(tmp_path: Path) -> Training:
 
 @contextmanager
 def without_writer() -> Iterator[None]:
-    """No writer can be started inside."""
+    """Context manager in which no writer can be started."""
     with mock.patch.object(launch, "start_writer", side_effect=OSError("no process")):
         yield
 
 
-# -- the way of a save -------------------------------------------------------------------------------------------------
+# -- steps of a save ---------------------------------------------------------------------------------------------------
 
 
 def replace_writer(engine: Engine, **attributes: Any) -> None:
@@ -69,10 +69,10 @@ OBSTACLES |= {
 
 
 @pytest.mark.parametrize("tag", OBSTACLES)
-def test_a_save_that_memory_cannot_take_is_saved_without_it(
+def test_a_save_that_memory_cannot_represent_is_saved_directly(
     tag: str, training: Training, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In a store the writer of a tag that leads elsewhere would delete other files."""
+    """For example, a tag with a path outside the folder: in a store its writer would delete foreign files."""
     message, change = OBSTACLES[tag]
     change(training.engine)
     assert not training.save(tag, write=write_nothing) and training.given == [str(training.destination)]
@@ -81,8 +81,8 @@ def test_a_save_that_memory_cannot_take_is_saved_without_it(
         training.save(tag, "s3://bucket/run")
 
 
-def test_a_save_without_room_follows_the_pending_saves(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise ``latest`` would go back to them."""
+def test_a_direct_save_waits_for_the_pending_saves(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a pending save would later replace it in ``latest``."""
 
     def check(*_: str) -> None:
         assert training.latest == "first" and training.is_whole("first")
@@ -92,10 +92,10 @@ def test_a_save_without_room_follows_the_pending_saves(training: Training, monke
     assert not training.save("second", write=check) and training.given[-1] == str(training.destination)
 
 
-def test_swap_files_without_room_are_copied_by_deepspeed(
+def test_deepspeed_copies_swap_files_that_do_not_fit_into_memory(
     training: Training, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An error inside the save would leave other ranks in DeepSpeed's barrier."""
+    """An error inside the save would block other ranks in DeepSpeed's barrier."""
     source = training.folder / "nvme"
     source.mkdir()
     (source / "swapped").write_text("state")
@@ -118,8 +118,7 @@ def test_swap_files_without_room_are_copied_by_deepspeed(
         shutil.copytree(str(source), str(training.folder / "elsewhere"))
 
 
-def test_a_save_waits_for_the_memory_of_pending_ones(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No save of a script is dropped."""
+def test_a_save_waits_until_pending_saves_free_memory(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def count(_: str) -> int:
         saver = find_state(training.engine).saver
@@ -133,8 +132,10 @@ def test_a_save_waits_for_the_memory_of_pending_ones(training: Training, monkeyp
     assert training.latest == "last"
 
 
-def test_memory_with_room_for_one_save(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last save is freed for the next one when its destination has it, but never one that is in memory alone."""
+def test_the_last_save_is_freed_for_the_next_after_its_destination_has_it(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save that exists only in memory is never freed."""
     assert training.save("first") and training.saver.finish()
     size = training.saver.budget.needed
 
@@ -158,7 +159,7 @@ def replace_time(**functions: Callable[..., object]) -> Iterator[SimpleNamespace
 
 
 def mock_clock(seconds: float) -> AbstractContextManager[SimpleNamespace]:
-    """Replace :mod:`time` by a clock that only sleeping moves, by so many seconds at a time."""
+    """Replace :mod:`time` by a clock that advances by so many seconds at each sleep."""
     now = [0.0]
 
     def sleep(_: float) -> None:
@@ -168,10 +169,10 @@ def mock_clock(seconds: float) -> AbstractContextManager[SimpleNamespace]:
     return replace_time(monotonic=lambda: now[0], sleep=sleep)
 
 
-def test_a_save_that_pending_ones_leave_no_room_for_is_an_error(
+def test_a_save_without_room_is_an_error_while_others_are_pending(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a wait. A save without memory would be replaced by the pending ones in ``latest``, or under its tag."""
+    """It waits first. A pending save would later replace a direct save in ``latest`` or under its tag."""
     training.destination.write_text("no folder")
     assert training.save("first") and training.save("again")
     wait_until(lambda: "not written" in training.log)
@@ -186,17 +187,17 @@ def test_a_save_that_pending_ones_leave_no_room_for_is_an_error(
     assert training.latest == "last" and training.is_whole("first")
 
 
-def test_memory_that_is_removed_stops_no_training(training: Training, caplog: pytest.LogCaptureFixture) -> None:
-    """The saves in it are lost, the next one is not."""
+def test_training_continues_if_memory_is_removed(training: Training, caplog: pytest.LogCaptureFixture) -> None:
+    """The saves in it are lost; the next save is written."""
     for destination in "first", "second":
         assert training.save(destination=destination)
         assert training.saver.finish() and is_whole(str(training.folder / destination / TAG))
-        os.rename(training.memory, training.folder / f"gone from {destination}")  # the writer may be using it
+        os.rename(training.memory, training.folder / f"gone from {destination}")  # the writer may use it
     assert caplog.text.count("while the job runs") == 1
 
 
 @pytest.mark.parametrize("has_tiers", [False, True])
-def test_snapshots_stay_in_memory_and_are_not_counted(has_tiers: bool, tmp_path: Path) -> None:
+def test_snapshots_are_kept_in_memory_and_not_counted_as_saves(has_tiers: bool, tmp_path: Path) -> None:
     tiers = [SaveTier(place=str(tmp_path / "fast")), SaveTier(place=str(tmp_path / "slow"), every=2, keep=3)]
     training, found = Training(tmp_path, to=tiers if has_tiers else []), list[list[tuple[str, int | None]]]()
     for is_snapshot in (True, False, True, False):
@@ -208,8 +209,8 @@ def test_snapshots_stay_in_memory_and_are_not_counted(has_tiers: bool, tmp_path:
     assert found == [[], first, [], second]
 
 
-def test_saves_of_two_folders_do_not_replace_each_other_in_one_destination(tmp_path: Path) -> None:
-    """Neither of two engines, nor of one engine at two steps."""
+def test_a_save_that_would_overwrite_another_folders_save_in_a_destination_is_refused(tmp_path: Path) -> None:
+    """The saves are from two engines, or from one engine at two steps."""
     training, other = (Training(tmp_path, to=[SaveTier(place=str(tmp_path / "destination"))]) for _ in range(2))
     with without_writer():
         for folder in ("a", "a", "best"):
@@ -224,10 +225,10 @@ def test_saves_of_two_folders_do_not_replace_each_other_in_one_destination(tmp_p
         each.job.remove()
 
 
-def test_an_engine_that_replaces_the_save_of_another_one_is_reported(
+def test_an_engine_that_overwrites_another_engines_save_is_reported(
     training: Training, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Not an engine that continues another one's steps."""
+    """An engine that continues another one's steps is not reported."""
     other = Training(training.folder)
     other.engine.global_steps += 1
     with without_writer():
@@ -244,17 +245,17 @@ def test_an_engine_that_replaces_the_save_of_another_one_is_reported(
 
 
 @pytest.mark.parametrize("is_started", [False, True])
-def test_a_writer_that_does_not_run_stops_no_training(
+def test_training_continues_if_a_writer_fails_to_start(
     is_started: bool, training: Training, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The next one writes the save. One that ends at once is not waited for."""
+    """The next writer writes the save. `finish` does not wait for a writer that has exited."""
     with mock.patch.object(sys, "executable", "/bin/false") if is_started else without_writer():
         assert training.save() and not training.saver.finish()
     assert f"still to be written: {TAG}" in caplog.text and ("no process" in caplog.text) is not is_started
     assert training.saver.finish() and training.is_whole(TAG)
 
 
-def test_a_destination_that_is_late_is_reported_once(training: Training, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_late_destination_is_reported_once(training: Training, caplog: pytest.LogCaptureFixture) -> None:
     with without_writer():
         for tag in "abcd":
             assert training.save(tag, write=write_nothing)
@@ -263,7 +264,7 @@ def test_a_destination_that_is_late_is_reported_once(training: Training, caplog:
 
 
 def test_saves_share_a_writer_until_it_is_killed(training: Training) -> None:
-    """Also while it starts: a second writer would wait for the first one's lock, and the first for announcements."""
+    """A starting writer counts: a second one would wait for its lock, and the first one for announcements."""
     with mock.patch.object(launch, "start_writer", side_effect=launch.start_writer) as start:
         assert training.save("a") and is_locked(training.job)
         assert training.save("b") and training.saver.finish()
@@ -277,10 +278,8 @@ def test_saves_share_a_writer_until_it_is_killed(training: Training) -> None:
     assert not os.path.exists(training.job.spare)
 
 
-def test_a_writer_that_hangs_delays_neither_training_nor_the_end(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """For longer than ``wait_s``. When it continues, it writes everything."""
+def test_a_hanging_writer_delays_neither_training_nor_exit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Exit waits at most ``wait_s``. When the writer continues, it writes all saves."""
     training, slept = Training(tmp_path, wait_s=0.5), list[float]()
 
     def sleep(seconds: float) -> None:
@@ -304,8 +303,8 @@ def test_a_writer_that_hangs_delays_neither_training_nor_the_end(
     assert training.is_whole(*"bc")
 
 
-def test_a_save_that_no_retry_can_mend_ends_the_wait(training: Training, caplog: pytest.LogCaptureFixture) -> None:
-    """The writer gives it up, and the training process logs why."""
+def test_a_permanent_fault_ends_the_wait_at_exit(training: Training, caplog: pytest.LogCaptureFixture) -> None:
+    """The writer abandons the save, and the training process logs the reason."""
 
     def write_bad(folder: str, tag: str) -> None:
         write_tag(folder, tag)
@@ -322,8 +321,8 @@ def test_a_save_that_no_retry_can_mend_ends_the_wait(training: Training, caplog:
     assert not (training.destination / "latest").exists()
 
 
-def test_missing_saves_are_named_with_the_reason(training: Training) -> None:
-    """Saves that were lost with the memory are named once."""
+def test_missing_saves_are_logged_with_the_reason(training: Training) -> None:
+    """Saves that were lost with the memory are logged once."""
     training.destination.write_text("no folder")
     assert training.save("best")
     wait_until(lambda: "not written" in training.log)
@@ -337,10 +336,10 @@ def test_missing_saves_are_named_with_the_reason(training: Training) -> None:
 
 
 @pytest.mark.parametrize("end", ["preempted", "normal"])
-def test_memory_is_freed_by_a_job_that_ends_normally(
+def test_a_job_that_ends_normally_frees_its_memory(
     end: str, training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Although it has a snapshot, which a later save replaces."""
+    """It frees a snapshot, too, which a later save replaces."""
     assert training.save("snapshot", is_snapshot=True) and training.save()
     monkeypatch.setattr(sys, "last_value", None, raising=False)
     if end == "preempted":
@@ -361,10 +360,10 @@ def test_only_the_rank_that_owns_the_memory_starts_a_writer(job: Job, tmp_path: 
 # -- saves of dead jobs ------------------------------------------------------------------------------------------------
 
 
-def test_a_dead_jobs_snapshot_stays_until_there_is_another(
+def test_a_dead_jobs_snapshot_is_kept_until_another_exists(
     training: Training, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing else has its state, nor that of another folder's snapshot: the message says how to remove it by hand."""
+    """It is the only copy of its state. A snapshot of another folder is kept; a message explains its removal."""
     dead, folder = training.make_job(), training.folder
     for number, name in enumerate(("destination", "older", "other")):
         destination = str(folder / name.replace("older", "other"))
@@ -387,8 +386,8 @@ def test_a_dead_jobs_snapshot_stays_until_there_is_another(
     assert [save.tag for save in dead.list_saves()] == ["other"]
 
 
-def test_a_save_next_to_a_dead_runs_folder_frees_nothing_that_is_in_memory_alone(training: Training) -> None:
-    """Trainers have a folder for each save, and so do runs."""
+def test_a_save_keeps_dead_jobs_saves_of_other_folders_that_exist_only_in_memory(training: Training) -> None:
+    """Trainers have a folder for each save, and a folder for each run."""
     dead = [training.make_job() for _ in range(3)]
     make_save(dead[0], str(training.folder / "runs" / "a"), destinations={})
     make_save(dead[1], str(training.folder / "runs" / "b"))
@@ -397,8 +396,7 @@ def test_a_save_next_to_a_dead_runs_folder_frees_nothing_that_is_in_memory_alone
     assert [bool(job.list_saves()) for job in dead] == [True, False, False]
 
 
-def test_a_dead_jobs_pending_save_stays_until_its_tag_is_saved_again(training: Training) -> None:
-    """Its writer may have failed for long."""
+def test_a_dead_jobs_pending_save_is_kept_until_its_tag_is_overwritten(training: Training) -> None:
     dead = training.make_job()
     make_save(dead, str(training.destination), tag="pending")
     with without_writer():
@@ -407,7 +405,7 @@ def test_a_dead_jobs_pending_save_stays_until_its_tag_is_saved_again(training: T
             assert [each.tag for each in dead.list_saves()] == tags
 
 
-def test_a_save_that_another_node_cannot_record_replaces_nothing(
+def test_a_save_that_a_node_cannot_record_frees_no_snapshot(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The dead job's snapshot may be the only complete save."""
@@ -431,8 +429,8 @@ def test_a_save_that_another_node_cannot_record_replaces_nothing(
     assert training.save() and not dead.list_saves()
 
 
-def test_saves_of_another_release_stay(training: Training) -> None:
-    """They may be pending."""
+def test_saves_of_another_release_are_kept(training: Training) -> None:
+    """Such saves may be pending."""
     record = Path(make_save(training.make_job(), str(training.destination)).folder) / "save-0.json"
     record.write_text(record.read_text().replace('"step"', '"later_name"'))
     assert training.save() and record.exists()

@@ -1,4 +1,4 @@
-"""Saves in memory that loads find."""
+"""Search of loads for saves in memory."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ Find = Callable[..., str | None]
 
 @pytest.fixture
 def destination(tmp_path: Path) -> Path:
-    """The folder that the script names."""
+    """The script's folder."""
     return tmp_path / "destination"
 
 
 @pytest.fixture
 def find(tmp_path: Path, destination: Path) -> Find:
-    """Return the tag that a load of a folder takes from memory."""
+    """Return a function that finds the tag that a load takes from memory, or None."""
 
     def find(tag: Any = None, below: str = "", to: Sequence[Path] = ()) -> str | None:
         tiers = [SaveTier(place=str(each)) for each in to]
@@ -46,22 +46,22 @@ def find(tmp_path: Path, destination: Path) -> Find:
     return find
 
 
-def test_a_load_without_a_tag_takes_the_save_that_is_for_latest(job: Job, find: Find, destination: Path) -> None:
+def test_a_load_without_a_tag_takes_the_save_for_latest(job: Job, find: Find, destination: Path) -> None:
     """A tag may be a number."""
     make_save(job, str(destination), tag="a", step=3)
     make_save(job, str(destination), tag="7", step=4, latest=False)
     assert [find(), find("7"), find(7), find(below="7"), find(below="elsewhere")] == ["a", "7", "7", "7", None]
 
 
-def test_of_equal_steps_the_later_job_is_taken(job: Job, find: Find, destination: Path) -> None:
-    """Although an older one has made more saves."""
+def test_a_load_takes_the_later_job_of_equal_steps(job: Job, find: Find, destination: Path) -> None:
+    """The older job has more saves."""
     older = Job(os.path.join(os.path.dirname(job.folder), "20000101-000000-00000000"))
     for made, tag in ((older, "first"), (older, "older"), (job, "later")):
         make_save(made, str(destination), tag=tag, step=3, destinations={})
     assert find() == "later"
 
 
-def test_a_later_save_that_was_rolled_back_hides_no_other(job: Job, find: Find, destination: Path) -> None:
+def test_a_load_ignores_a_later_step_that_was_rolled_back(job: Job, find: Find, destination: Path) -> None:
     make_save(job, str(destination), tag="abandoned", step=9)
     assert write(job) and find() == "abandoned"
     write_source(destination, 7).rename(destination / "earlier")
@@ -73,10 +73,10 @@ def test_a_later_save_that_was_rolled_back_hides_no_other(job: Job, find: Find, 
 
 @pytest.mark.parametrize("is_tag_given", [False, True])
 @pytest.mark.parametrize(("stored", "expected"), [(9, None), (3, TAG), (2, TAG)])
-def test_a_later_save_at_a_destination_precedes_an_older_one_in_memory(
+def test_a_load_prefers_a_later_save_at_a_destination_to_an_older_one_in_memory(
     stored: int, expected: str | None, is_tag_given: bool, job: Job, find: Find, destination: Path, tmp_path: Path
 ) -> None:
-    """With ``to`` the folder that the script names stays empty."""
+    """With ``to`` the script's folder stays empty."""
     tier = tmp_path / "tier"
     make_save(job, str(destination), step=3, destinations={str(tier): None})
     set_counter(write_source(tier), "global_steps", stored)
@@ -85,10 +85,10 @@ def test_a_later_save_at_a_destination_precedes_an_older_one_in_memory(
 
 
 @pytest.mark.parametrize("step", [9, 4])
-def test_a_save_that_was_dropped_is_loaded_only_if_no_later_one_was_written(
+def test_a_dropped_save_is_loaded_only_if_no_later_one_was_written(
     step: int, job: Job, find: Find, destination: Path
 ) -> None:
-    """The node with the other part of the later one may be lost. A run that was rolled back has later steps."""
+    """The node with the other part of the later save may be lost. A run that was rolled back has later steps."""
     made = make_save(job, str(destination), tag="dropped", step=step)
     write_source(destination, 7)
     (destination / "latest").write_text(TAG)
@@ -104,16 +104,15 @@ def test_a_save_that_was_dropped_is_loaded_only_if_no_later_one_was_written(
     later = replace(later, node=1)
     Path(later.folder).mkdir()
     later.write_record()
-    later.note("done", {str(destination): "on the first node"})  # which has not published it
+    later.note("done", {str(destination): "on the first node"})  # not yet published
     assert find() == "dropped"
 
 
 @pytest.mark.parametrize("removed", ["all", "content", "nothing"])
 @pytest.mark.parametrize("has_tiers", [False, True])
-def test_a_load_from_memory_warns_if_all_destinations_were_emptied(
+def test_a_load_from_memory_warns_if_the_user_emptied_all_destinations(
     removed: str, has_tiers: bool, job: Job, find: Find, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The user may want to start from scratch."""
     destination = tmp_path / ("tier" if has_tiers else "destination")
     to = [destination] if has_tiers else []
 
@@ -121,7 +120,7 @@ def test_a_load_from_memory_warns_if_all_destinations_were_emptied(
         make_save(job, str(tmp_path / "destination"), tag=tag, step=step, destinations={str(destination): None})
 
     make("first", 1)
-    assert find(to=to) == "first" and caplog.text == ""  # nothing was ever there
+    assert find(to=to) == "first" and caplog.text == ""  # the place never had a save
     assert write(job)
     make("second", 9)
     if removed != "nothing":
@@ -136,8 +135,8 @@ def test_a_load_from_memory_warns_if_all_destinations_were_emptied(
     assert (text in caplog.text and f"rm -r {job.folder}" in caplog.text) is (removed != "nothing")
 
 
-def test_a_tag_that_was_saved_again_without_the_plugin_is_loaded(job: Job, find: Find, destination: Path) -> None:
-    """At the same step, and below the seal of the older save."""
+def test_a_tag_that_was_overwritten_without_the_plugin_is_loaded(job: Job, find: Find, destination: Path) -> None:
+    """It has the same step, and its folder has the seal of the older save."""
     make_save(job, str(destination))
     assert write(job) and find() == TAG
     anew = write_source(destination.parent / "anew", 7)
@@ -145,18 +144,18 @@ def test_a_tag_that_was_saved_again_without_the_plugin_is_loaded(job: Job, find:
     assert find() is None
 
 
-def test_a_running_job_of_another_process_is_not_read(job: Job, find: Find, destination: Path) -> None:
-    """Its next save overwrites an older one, also while that is read."""
+def test_a_load_skips_memory_of_another_running_job(job: Job, find: Find, destination: Path) -> None:
+    """Its next save may overwrite an older one during a read."""
     make_save(job, str(destination))
     assert find() == TAG
     job.disown()
     with open(os.path.join(job.folder, "owner")) as other:
-        fcntl.flock(other, fcntl.LOCK_EX)  # as another process would
+        fcntl.flock(other, fcntl.LOCK_EX)  # like another process
         assert find() is None
 
 
-def test_a_rank_that_fails_alone_does_not_load_from_the_destination() -> None:
-    """The other ranks would wait for it in their load from memory. Memory that a failed load used is freed."""
+def test_an_error_of_one_rank_in_a_load_from_memory_does_not_fall_back() -> None:
+    """The other ranks would wait for it in their load from memory. A failed load frees its memory."""
     config, comm = UniversalConfig(save=SaveOptions()), Comm()
     with (
         without_collector() as failing,

@@ -1,4 +1,4 @@
-"""Two jobs that write the same tag: their requests are carried out in every order."""
+"""Two jobs that write the same tag, with their requests in every order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.support.covering import stride
 from tests.support.reshard import examples
 
 LOST = "has published this tag"
-"""Part of the message of a writer that gives up."""
+"""Part of the message of a writer that abandons its save."""
 
 DONE = "written"
 
@@ -43,15 +43,15 @@ BEGIN = publishing.begin_writing
 
 
 class Bench:
-    """Two writers of one tag in a fresh destination, and a reader that looks after each step.
+    """Two writers of one tag in a fresh destination, and a reader that checks after each step.
 
     Args:
         saves: of two jobs, and of a third one.
         destination: folder or URL of the tags.
 
     Attributes:
-        published: names of the jobs whose save was seen as the tag's, in order.
-        first: name of the job whose save is there at the beginning; empty for none.
+        published: names of the jobs whose save the reader found in the tag, in order.
+        first: name of the job whose save the place has at the beginning, or "".
     """
 
     def __init__(self, saves: dict[str, SavePart], destination: str) -> None:
@@ -70,7 +70,7 @@ class Bench:
         return {path.name: path.read_bytes() for path in folder.iterdir()}
 
     def note_begin(self, tag: publishing.Tag) -> str:
-        """Note which saves a writer knows of when it begins."""
+        """Note the saves that a writer knows at its start."""
         identify = tag.identify
 
         def look_and_note() -> str:
@@ -82,7 +82,7 @@ class Bench:
             return BEGIN(tag)
 
     def write(self, name: str) -> str:
-        """Write a job's save as its writer does, with another attempt after an error that may pass."""
+        """Write a job's save like its writer, and retry after a temporary error."""
         save, destination = self.saves[name], self.destination
         for _ in range(1 if save.nodes == 1 else 100):  # nodes wait for each other
             try:
@@ -97,7 +97,7 @@ class Bench:
         raise last
 
     def check(self) -> None:
-        """The tag is either not there or one job's complete save."""
+        """Check that the tag is missing or is one job's complete save."""
         state = self.state()
         if state is None or state not in self.known:
             self.known[state] = self.read()
@@ -105,7 +105,7 @@ class Bench:
             self.published.append(name)
 
     def read(self) -> str:
-        """Return the name of the job whose save the tag is; empty if there is no tag."""
+        """Return the name of the job that saved the tag, or "" without a tag."""
         if TAG not in find_tags(self.destination):
             return ""
         index = open_checkpoint(f"{self.destination}/{TAG}", Comm())
@@ -132,7 +132,7 @@ class Bench:
             order(stepper)
             while pending := [name for name in names if name not in stepper.ended]:
                 for name in pending:
-                    stepper.run(name, 300)  # it may wait for another one
+                    stepper.run(name, 300)  # it may wait for another writer
         finally:
             stepper.close()
             self.stop_at(lambda: None)
@@ -202,7 +202,7 @@ FOLDER_STEPS = (
 
 @contextmanager
 def use_folder(saves: dict[str, SavePart], root: Path) -> Iterator[Bench]:
-    """A writer also stops while it holds the lock, on which the other one waits."""
+    """A writer also stops while it holds the lock for which the other one waits."""
     bench, stops, held = Bench(saves, str(root / "destination")), list[Callable[[], None]](), set[str]()
 
     def stop() -> None:
@@ -254,7 +254,7 @@ KINDS = ["folder", "folder, existing", "store", "store, existing", "store, plain
 
 @pytest.fixture(params=KINDS)
 def bench(request: pytest.FixtureRequest, saves: dict[str, SavePart]) -> Iterator[Bench]:
-    """A destination without the tag, and one that has it from another job or without ``ucp_published.json``."""
+    """A destination without the tag, or with a tag of another job or without ``ucp_published.json``."""
     kind, _, prepared = request.param.partition(", ")
     use = use_folder if kind == "folder" else use_fake_store
     with tempfile.TemporaryDirectory(dir="/dev/shm") as root, use(saves, Path(root)) as made:
@@ -270,7 +270,7 @@ def bench(request: pytest.FixtureRequest, saves: dict[str, SavePart]) -> Iterato
             yield made
 
 
-def test_orders_with_two_interruptions(bench: Bench) -> None:
+def test_two_writers_that_interrupt_each_other_twice_leave_one_complete_save(bench: Bench) -> None:
     """The second writer stops at each 13th operation; at each under `-m exhaustive`."""
     longest, step, outcomes = bench.measure(), stride(13), set[object]()
     for first in range(0, longest, min(step, 3) if bench.first and "://" in bench.destination else 1):
@@ -289,8 +289,8 @@ def test_orders_with_two_interruptions(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("bench", ["folder", "folder, existing", "store"], indirect=True)
-def test_a_writer_that_is_killed(bench: Bench) -> None:
-    """At each fifth operation, after the other one has come to some operations; at each under `-m exhaustive`."""
+def test_two_writers_of_which_one_is_killed_leave_one_complete_save(bench: Bench) -> None:
+    """One is killed at each fifth operation, after some of the other's; at each operation under `-m exhaustive`."""
     longest, step = bench.measure(), stride(5)
     others = enumerate((0, longest // 4, longest // 2, longest))
     for at, other in [(at, other) for turn, other in others for at in range(turn % step, longest, step)]:
@@ -315,7 +315,9 @@ def test_any_order(bench: Bench, turns: list[tuple[str, int]]) -> None:
 
 
 @pytest.mark.parametrize("bench", ["store"], indirect=True)
-def test_two_nodes_of_a_job_and_another_job(bench: Bench, saves: dict[str, SavePart], tmp_path: Path) -> None:
+def test_two_nodes_of_a_job_and_another_job_publish_one_complete_save(
+    bench: Bench, saves: dict[str, SavePart], tmp_path: Path
+) -> None:
     """The nodes' files are one save, or none of it is published."""
     for node, name in enumerate(("a", "node1")):
         shutil.copytree(saves["a"].folder, tmp_path / name)

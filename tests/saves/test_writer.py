@@ -1,4 +1,4 @@
-"""The writer's process without an engine: what it leaves in destinations, and what it frees, whatever stops it."""
+"""The writer's process without an engine: the files that it writes and frees, under faults of every kind."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def write_all(run: Run) -> None:
 
 @pytest.fixture
 def attempts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """The tags and destinations that a writer in this process tries."""
+    """The tags and destinations of the attempts of a writer in this process."""
     attempts, original = list[tuple[str, str]](), destinations.write_save
 
     def note(save: SavePart, destination: str, *args: Any) -> str:
@@ -80,7 +80,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-def test_a_fault_that_no_retry_can_mend_is_reported_once_and_not_retried(
+def test_a_permanent_fault_is_reported_once_and_not_retried(
     kind: str, run: Run, attempts: list[tuple[str, str]], caplog: pytest.LogCaptureFixture
 ) -> None:
     bad, (spoil, named) = run.save("one", "other"), FAULTS[kind]
@@ -96,7 +96,7 @@ def test_a_fault_that_no_retry_can_mend_is_reported_once_and_not_retried(
     assert not good.list_pending() and is_whole(str(run.folder / "one" / "global_step4"))
 
 
-def test_a_file_that_is_damaged_on_its_way_is_written_again(
+def test_a_file_that_is_damaged_in_transfer_is_rewritten(
     run: Run, attempts: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, copy = run.save(), destinations.put_file
@@ -112,7 +112,7 @@ def test_a_file_that_is_damaged_on_its_way_is_written_again(
     assert len(attempts) == 2 and not made.list_pending() and run.is_whole()
 
 
-def test_a_destination_that_fails_holds_up_no_other(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_destination_does_not_delay_others(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     (run.folder / "file").write_text("no folder")
     run.save("file", "destination")
     writer = SaveWriter(run.job, PATIENCE)
@@ -123,7 +123,7 @@ def test_a_destination_that_fails_holds_up_no_other(run: Run, caplog: pytest.Log
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS], ids=errno.errorcode.get)
-def test_a_disk_that_fails_leaves_the_former_files(code: int, run: Run) -> None:
+def test_a_failing_disk_keeps_the_former_files(code: int, run: Run) -> None:
     run.write_save()
     before = read_bytes(Path(run.destination))
     run.save()
@@ -151,7 +151,7 @@ def test_coordination_files_that_cannot_be_deleted_do_not_undo_a_save(run: Run) 
 
 
 def fill_memory(kind: str) -> mock._patch[Any]:
-    """Let memory have no room for an object of a state."""
+    """Let writes of a record or object fail because memory is full."""
     note = SavePart.note
 
     def note_or_fail(save: SavePart, given: str, record: Mapping[str, str]) -> None:
@@ -163,7 +163,7 @@ def fill_memory(kind: str) -> mock._patch[Any]:
 
 
 def test_a_writer_survives_a_full_memory(run: Run) -> None:
-    """It cannot record then that a save is written; it does so once there is room."""
+    """It records that a save is written when room is available again."""
     writer = SaveWriter(run.job, PATIENCE)
     for tag in (TAG, "next"):
         run.save(tag=tag)
@@ -173,7 +173,7 @@ def test_a_writer_survives_a_full_memory(run: Run) -> None:
 
 
 @pytest.mark.parametrize(("note", "error"), [("failed", CheckpointError), ("refused", UnsupportedError)])
-def test_a_fault_that_cannot_be_recorded_holds_up_no_other_save(note: str, error: type[UcpError], run: Run) -> None:
+def test_a_fault_that_cannot_be_recorded_does_not_delay_other_saves(note: str, error: type[UcpError], run: Run) -> None:
     run.save(tag="first")
     second = run.save(tag="second")
     with fill_memory(note), fail_save("first", error("is wrong.")):
@@ -181,8 +181,8 @@ def test_a_fault_that_cannot_be_recorded_holds_up_no_other_save(note: str, error
     assert second.read("done") and run.is_whole("second")
 
 
-def test_a_full_memory_keeps_no_written_save_pending(tmp_path: Path) -> None:
-    """Nor does the next save wait for it: room for the records is reserved when a save begins."""
+def test_a_full_memory_does_not_prevent_the_record_of_a_written_save(tmp_path: Path) -> None:
+    """A save reserves room for its records when it begins, so the next save does not wait."""
     run_in_namespace(lambda: save_into_small_memory(tmp_path))
 
 
@@ -191,14 +191,14 @@ def test_a_repaired_disk_gets_all_saves(fault: str, message: str, tmp_path: Path
     run_in_namespace(lambda: write_to_small_disk(tmp_path, fault, message))
 
 
-# -- which saves are written, and kept in memory -----------------------------------------------------------------------
+# -- the choice of saves to write and to keep in memory ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("latest", [True, False])
 def test_all_saves_of_a_script_are_written(
     latest: bool, run: Run, attempts: list[tuple[str, str]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Except one that a later save under the same tag replaces. Memory keeps the newest."""
+    """A save that a later one under the same tag replaces is skipped. Memory keeps the newest."""
     for number, tag in enumerate(("best", "a", "best", "b", "last")):
         run.save(tag=tag, step=number, latest=latest or tag == "last")
     assert run.write()
@@ -209,7 +209,7 @@ def test_all_saves_of_a_script_are_written(
     assert [each.tag for each in run.job.list_saves()] == ["last"]
 
 
-def test_a_snapshot_in_memory_alone_is_not_freed_for_a_save_of_another_folder(run: Run) -> None:
+def test_a_snapshot_is_not_freed_for_a_save_of_another_folder(run: Run) -> None:
     run.save(tag="snapshot", destinations={}, save_dir="run")
     for tag in "best", "better":
         run.write_save(tag=tag)
@@ -219,8 +219,8 @@ def test_a_snapshot_in_memory_alone_is_not_freed_for_a_save_of_another_folder(ru
     assert [each.tag for each in run.job.list_saves()] == ["next", "last"]
 
 
-def test_latest_does_not_go_back_to_a_save_that_is_written_late(run: Run) -> None:
-    """Nor does it name a newer save that is not for it."""
+def test_latest_does_not_return_to_a_save_that_is_written_late(run: Run) -> None:
+    """It does not name a newer save that is excluded from ``latest``, either."""
     for tag in ("late", "next", "best"):
         run.save(tag=tag, latest=tag != "best")
     with fail_save("late", OSError("not yet")):
@@ -228,7 +228,7 @@ def test_latest_does_not_go_back_to_a_save_that_is_written_late(run: Run) -> Non
     assert run.write() and run.is_whole("late") and run.is_whole("best") and run.latest == "next"
 
 
-def test_a_slow_destination_holds_up_no_other(
+def test_a_slow_destination_does_not_delay_others(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     slow, fast = str(run.folder / "slow"), str(run.folder / "fast")
@@ -250,8 +250,8 @@ def test_a_slow_destination_holds_up_no_other(
     assert caplog.text == ""
 
 
-def test_a_destination_that_fails_is_tried_again_after_pauses(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new save is tried at once. At the end retries go on for the seconds asked for. Only pauses move the clock."""
+def test_a_failing_destination_is_retried_after_growing_pauses(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new save is tried at once. At exit, retries continue for `wait` seconds. Only pauses advance the clock."""
     pauses, now = list[float](), [0.0]
     failed = mock.Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO)))
     monkeypatch.setattr(writing, "write_save", failed)
@@ -262,7 +262,7 @@ def test_a_destination_that_fails_is_tried_again_after_pauses(run: Run, monkeypa
         def wait(self, timeout: float | None = None) -> bool:
             assert timeout is not None
             pauses.append(timeout)
-            if len(pauses) in (3, 5):  # then there is news
+            if len(pauses) in (3, 5):  # an announcement arrives
                 (is_third if len(pauses) == 3 else is_fifth).set()
                 return super().wait(PATIENCE)
             now[0] += timeout
@@ -280,7 +280,7 @@ def test_a_destination_that_fails_is_tried_again_after_pauses(run: Run, monkeypa
     assert failed.call_count == len(pauses) + 1 and run.list_late()
 
 
-def test_a_save_that_was_not_announced_is_written_at_the_end(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unannounced_save_is_written_at_exit(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rank was killed between the save and the announcement."""
 
     def end(*_: object) -> bytes:
@@ -299,10 +299,10 @@ SEARCHED = [None, "", ":", ".", f"code:{os.path.dirname(os.__file__)}"]
 
 
 @pytest.mark.parametrize("searched", params(SEARCHED[::3], SEARCHED, str))
-def test_no_code_of_the_working_directory_is_executed(
+def test_a_writer_executes_no_code_of_the_working_directory(
     searched: str | None, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other users may have put files there, named like Python's own modules and the package."""
+    """Other users may have written files there, named like Python's modules and the package."""
     folder = run.folder / "code"
     names = ["hashlib", "json", "logging", "sitecustomize", "usercustomize", "files", "deepspeed_ucp/__init__"]
     for path in (base / f"{name}.py" for base in (folder, folder / "code") for name in names):
@@ -320,7 +320,7 @@ def test_no_code_of_the_working_directory_is_executed(
 
 
 @pytest.mark.parametrize("kind", ["snapshot", "failed", "one of two nodes"])
-def test_memory_is_not_freed_while_it_has_the_only_copy(kind: str, run: Run) -> None:
+def test_memory_with_the_only_copy_is_not_freed(kind: str, run: Run) -> None:
     made = run.write_save(tag="written")
     if kind == "snapshot":
         run.save(tag="last", destinations={})
@@ -339,8 +339,8 @@ def test_memory_is_not_freed_while_it_has_the_only_copy(kind: str, run: Run) -> 
 
 
 @pytest.mark.parametrize("tag", ["later", "same"])
-def test_a_dead_jobs_pending_save_replaces_nothing_of_a_living_job(tag: str, tmp_path: Path) -> None:
-    """It may have been rolled back: neither ``latest`` nor a tag goes back to it."""
+def test_a_dead_jobs_pending_save_overwrites_no_save_of_a_running_job(tag: str, tmp_path: Path) -> None:
+    """The dead job may have been rolled back, so neither ``latest`` nor a tag returns to its save."""
     dead, living = Job(str(tmp_path / "memory" / name_job())), Run(tmp_path, name=name_job())
     pending = make_save(dead, living.destination, tag="same")
     living.save(tag="before")
@@ -364,13 +364,13 @@ def test_folders_that_cannot_be_exchanged_are_renamed(run: Run, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
-def test_a_tag_that_another_job_publishes_right_before_the_rename_stays(
+def test_a_tag_that_another_job_publishes_before_the_rename_is_kept(
     can_exchange: bool, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NFS cannot lock the folder in which writers rename, nor exchange two folders."""
     run.write_save()
     made, other, rename = run.save(), Run(run.folder, run.destination, memory="other", name="other"), publishing._rename
-    theirs = [other.save() for _ in range(3)][-1]  # of other weights
+    published = [other.save() for _ in range(3)][-1]  # with other weights
     acts = [other.write]
 
     def rename_late(old: str, new: str, flag: int) -> bool:
@@ -380,12 +380,12 @@ def test_a_tag_that_another_job_publishes_right_before_the_rename_stays(
 
     monkeypatch.setattr(publishing, "_lock_folder", lambda _: nullcontext())
     monkeypatch.setattr(publishing, "_rename", rename_late)
-    assert run.write() and other.holds(theirs)
+    assert run.write() and other.holds(published)
     assert "another job has published this tag" in made.read("refused")[run.destination]
 
 
 def test_leftovers_of_a_dead_job_are_removed_after_a_day(run: Run) -> None:
-    """By the clock of the destination, and unless they are the only complete save of their tag."""
+    """The age is by the clock of the destination. The only complete save of a tag is kept."""
     destination, kept = Path(run.destination), {".new.ucp-save-living-3", ".whole.ucp-save-dead-4"}
     for name in {".new.ucp-save-dead-3", f".{TAG}.ucp-save-dead-4", f".{TAG}.ucp-save-dead-4-old", *kept}:
         (destination / name).mkdir(parents=True)
@@ -398,8 +398,8 @@ def test_leftovers_of_a_dead_job_are_removed_after_a_day(run: Run) -> None:
 
 
 @pytest.mark.parametrize("moved", [-1e5, 1e5])
-def test_a_clock_that_is_set_back_or_ahead_changes_nothing(moved: float, run: Run) -> None:
-    """Older saves of this job are removed, and a tag that others have overwritten stays, whatever the files' times."""
+def test_pruning_does_not_depend_on_file_times(moved: float, run: Run) -> None:
+    """Older saves of this job are removed; a tag that another job has overwritten is kept."""
     destination = Path(run.destination)
 
     def move(save: SavePart, *_: object) -> None:

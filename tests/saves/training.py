@@ -1,4 +1,4 @@
-"""An engine, as far as saves need one, that saves through memory."""
+"""A stand-in for an engine that saves through memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Training:
     """An engine that saves to ``destination`` through ``memory``, below a folder.
 
     Attributes:
-        given: the folders that DeepSpeed was given.
+        given: the folders passed to DeepSpeed's save.
     """
 
     def __init__(self, folder: Path, **options: Any) -> None:

@@ -98,7 +98,7 @@ def megatron_plain(sizes: Sizes, tp: int, untied: bool = False) -> Shapes:
 
 
 def bloom_pipeline(sizes: Sizes, tp: int) -> Shapes:
-    """Names of BigScience's BLOOM: a norm behind the embedding, ALiBi instead of positions."""
+    """Names of BigScience's BLOOM: a norm after the embedding, ALiBi instead of position embeddings."""
     shapes = {
         name: shape[:1] for name, shape in megatron_pipeline(sizes, tp, offset=3).items() if "position" not in name
     }

@@ -13,7 +13,7 @@ from deepspeed_ucp.tensor_parallel.layout import Layout, Product, Run, copy_runs
 
 
 def draw_widths(draw: st.DrawFn, total: int, ranks: int) -> list[int]:
-    """Split `total` places over ranks, in any widths including 0."""
+    """Split `total` indices over ranks, in any widths including 0."""
     ends = sorted(draw(st.lists(st.integers(0, total), min_size=ranks - 1, max_size=ranks - 1)))
     return [high - low for low, high in zip([0, *ends], [*ends, total], strict=True)]
 
@@ -44,7 +44,7 @@ def follow(runs: Sequence[Run], source: np.ndarray, target: np.ndarray, writes: 
 
 
 def reshard(source: Layout, shards: Sequence[np.ndarray], target: Layout) -> list[np.ndarray]:
-    """Make the target's shards from the source's; check that each element is written exactly once."""
+    """Build the target's shards from the source's; check that each element is written exactly once."""
     made = []
     for rank, local in enumerate(target.local_shapes):
         values = np.full(int(np.prod(local, dtype=np.int64)), -1)

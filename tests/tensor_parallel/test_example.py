@@ -1,4 +1,4 @@
-"""Weights of the example's models, cut by the example itself, are resharded by the rules to other degrees."""
+"""Rules reshard the weights of the example's models, which the example cuts, to other degrees."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ FACTORS = sorted(FAMILIES), ("family", "metadata", "attributes"), ((1, 2), (2, 4
 
 
 @pytest.mark.parametrize(("preset", "origin", "degrees"), params(cover(*FACTORS), product(*FACTORS), str))
-def test_weights_of_the_example(example, build, preset, origin, degrees):
-    """Weights are a function of the seed and the name, so that the expected shards of any degree are known."""
+def test_rules_reshard_the_weights_of_the_example(example, build, preset, origin, degrees):
+    """Weights depend only on seed and name, so the expected shards of any degree are known."""
     first = degrees[0]
     source, target = (build(preset, degree) for degree in degrees)
     shapes = [{name: tuple(tuple(rank[name].shape) for rank in side) for name in side[0]} for side in (source, target)]

@@ -1,4 +1,4 @@
-"""Each family on the names and sizes of a real model, at two degrees."""
+"""Each family of rules on the names and sizes of a real model, at two degrees."""
 
 from __future__ import annotations
 
@@ -94,14 +94,14 @@ def strip_unit(pattern):
     return replace(pattern, unit=1, vocab=None)
 
 
-def test_every_family_has_a_model_here():
+def test_every_family_has_a_test_model():
     found = [name for name in list_families() if load_family(name).rules]
     assert sorted(MODELS) == found
 
 
 @pytest.mark.parametrize("family", sorted(MODELS))
 @pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 4), (4, 1), (8, 2)], ids=lambda tp: f"tp{tp}")
-def test_family_settles_its_model(family, first, second):
+def test_a_familys_rules_give_a_pattern_to_every_parameter(family, first, second):
     make, expected = MODELS[family]
     source, target = make(first), make(second)
     vocab = 32000
@@ -126,8 +126,8 @@ def settle_model(make, rules, hints=None):
     return settle(list(source), source, target, rules, hints=hints)
 
 
-def test_sizes_come_from_arguments_too():
-    """Head width times heads is not the hidden size here."""
+def test_sizes_are_read_from_saved_arguments():
+    """In this model the head width times the number of heads is not the hidden size."""
     sizes = models.Sizes(hidden=1024, heads=16, ffn=4096, vocab=1024)
     source, target = models.megatron_pipeline(sizes, 1), models.megatron_pipeline(sizes, 2)
     names = [name for name in source if "query_key_value" in name]
@@ -178,7 +178,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("make", "family", "hints", "words"), REFUSED)
-def test_models_that_rules_do_not_settle(make, family, hints, words):
+def test_models_without_a_pattern_for_a_parameter_are_refused(make, family, hints, words):
     rules = from_config(family) if family else [from_arguments()]
     with pytest.raises(MismatchError, match=words):
         settle_model(make, rules, hints)
@@ -189,7 +189,7 @@ def test_models_that_rules_do_not_settle(make, family, hints, words):
     [(OLDER, ShardV(unit=192)), (NEWER, ShardNC(parts=(1024, 1024, 1024), sized=True, unit=64))],
     ids=["before FPDT", "since FPDT"],
 )
-def test_arguments_of_known_clients_settle_fused_attention(args, expected):
+def test_arguments_of_known_clients_give_fused_attention_a_pattern(args, expected):
     source, target = GPT(1), GPT(2)
     names = [name for name in source if "query_key_value" in name or "dense_h_to_4h" in name]
     hints = {"args": {**args, "hidden_size": 1024}, "checkpoint_version": 3.0}
@@ -199,7 +199,7 @@ def test_arguments_of_known_clients_settle_fused_attention(args, expected):
 
 
 @pytest.mark.parametrize("version", [None, 0, 2.0, 3.0])
-def test_versions_that_are_compatible_with_per_rank_parts(version):
+def test_checkpoint_versions_with_per_rank_parts(version):
     hints = {"checkpoint_version": version, "args": {"transformer_impl": "local"}}
     rules = from_config({"family": "megatron-gpt", "original_vocab_size": 50257})
     assert settle_model(GPT, rules, hints).origin[QKV] == "family megatron-gpt"
@@ -217,7 +217,7 @@ def test_transposed_experts_are_recognised_by_their_shape():
         assert type(settled.patterns[name]) is kind
 
 
-def test_unknown_family():
+def test_an_unknown_family_is_refused():
     with pytest.raises(ConfigError, match="there is no family 'megatron'. Did you mean 'megatron-gpt'"):
         load_family("megatron")
     with pytest.raises(ConfigError, match="there is no family 'mine'. Families: bloom"):

@@ -52,7 +52,7 @@ def hybrid_cuts(draw):
 
 @st.composite
 def block_cuts(draw):
-    """[blocks × parts, …] along a dimension, every part cut for ranks in proportion or with widths of its own."""
+    """Draw [blocks × parts, …] along a dimension; ranks cut every part in proportion or with separate widths."""
     ranks, blocks, others = draw(small), draw(small), tuple(draw(st.lists(small, max_size=2)))
     dim = draw(st.integers(0, len(others)))
     shares = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
@@ -84,8 +84,8 @@ cuts = st.one_of(plain_cuts(), hybrid_cuts(), block_cuts())
 
 @given(cuts)
 @examples(1000)
-def test_union_of_cut_is_the_whole_for_every_pattern(case):
-    """Numpy's shards are the layout's shards, and joined they are the tensor again."""
+def test_the_shards_of_every_pattern_join_to_the_whole(case):
+    """The layout's shards equal numpy's."""
     pattern, array, shards = case
     layout = pattern.join([shard.shape for shard in shards])
     assert layout.shape == array.shape
@@ -99,7 +99,7 @@ def test_union_of_cut_is_the_whole_for_every_pattern(case):
         np.testing.assert_array_equal(got, expected.reshape(-1))
 
 
-def test_recorded_widths_are_for_their_own_degree():
+def test_recorded_widths_apply_only_to_their_degree():
     """Three key/value heads on two ranks, [2, 1]; on three ranks the widths follow the shapes."""
     pattern = ShardNC(parts=(6, 3), sized=True, widths=((4, 2), (2, 1)))
     assert pattern.join([(6,), (3,)]).shards[1][0] == ((4, 6), (8, 9))
@@ -108,8 +108,8 @@ def test_recorded_widths_are_for_their_own_degree():
         pattern.join([(5,), (4,)])
 
 
-def test_uneven_parts_without_heads_are_refused_if_heads_could_be_dealt():
-    """Ten query and five key/value heads of 4 rows on three ranks: [4, 3, 3] and [2, 2, 1] heads, or in proportion."""
+def test_uneven_parts_are_refused_if_they_may_be_whole_heads():
+    """Ten query and five key/value heads of 4 rows on three ranks: [4, 3, 3] and [2, 2, 1] heads, or equal cuts."""
     shapes = [(32,), (28,), (20,)]
     with pytest.raises(MismatchError, match=r"in two ways .*\[\[16, 14, 10\], .*or \[\[16, 12, 12\], \[8, 8, 4\]"):
         ShardNC(parts=(40, 20, 20), sized=True).join(shapes)
@@ -156,17 +156,17 @@ LOGICAL = r"logical shape \(8, 3\) in the checkpoint, \(8, 2\) in the model"
         (Unique(), "spread", [(8, 8), 4], "unique"),
     ],
 )
-def test_shapes_that_contradict_the_pattern(pattern, method, args, message):
+def test_shapes_that_contradict_the_pattern_are_refused(pattern, method, args, message):
     with pytest.raises(MismatchError, match=message):
         getattr(pattern, method)(*args)
 
 
-def test_unchanged_shards():
+def test_a_pattern_keeps_unchanged_shards():
     assert SameShards().join([(2, 3), (1, 3)]) == stack([(2, 3), (1, 3)])
     assert SameShards().join([(2, 3)]) == whole((2, 3))
 
 
-def test_a_mean_is_replicated():
+def test_a_partial_pattern_is_replicated_in_the_target():
     assert Partial().join([(2,), (2,)]).mean
     assert not Partial().join([(2,)]).mean
     assert not Replicate().join([(2,), (2,)]).mean

@@ -30,7 +30,7 @@ from .shards import cut_array, follow, reshard
 
 @st.composite
 def axis_parts(draw, size, ranks):
-    """Cut an axis at random places and assign the pieces to ranks in random order: interval lists per rank."""
+    """Cut an axis at random indices and assign the pieces to ranks in random order: interval lists per rank."""
     cuts = sorted(draw(st.lists(st.integers(0, size), max_size=5)))
     pieces = list(zip([0, *cuts], [*cuts, size], strict=True))
     pieces = draw(st.permutations(pieces))
@@ -65,8 +65,8 @@ def numel(layout):
 
 @given(pairs(), st.data())
 @examples(600)
-def test_any_layout_to_any_other(pair, data):
-    """Whole shards, the whole tensor, and a range of a shard; each element is written once."""
+def test_runs_copy_any_layout_into_any_other(pair, data):
+    """Copies of whole shards, the whole tensor, and a range of a shard write each element once."""
     source, target = pair
     assert find_faults(source) == []
     values = np.random.default_rng(0).permutation(numel(source))
@@ -86,7 +86,7 @@ def test_any_layout_to_any_other(pair, data):
 
 @given(pairs(), st.data())
 @examples(600)
-def test_part_of_a_source_shard(pair, data):
+def test_runs_of_a_range_of_a_source_shard(pair, data):
     source, target = pair
     shard = cut_array(source, np.arange(numel(source)))[0]
     size = target.local_shapes[0]
@@ -107,8 +107,8 @@ def test_part_of_a_source_shard(pair, data):
 
 @given(st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4)), st.sampled_from([(0, 1), (1, 2)]), st.data())
 @examples(600)
-def test_layouts_with_different_views_meet(view, joined, data):
-    """(a, b, c) against the same elements as (a * b, c) or (a, b * c), whole or cut along what stays an axis."""
+def test_layouts_with_different_views_of_a_tensor_are_compatible(view, joined, data):
+    """(a, b, c) and the same elements as (a * b, c) or (a, b * c), whole or cut along a common axis."""
     fine = data.draw(layouts(view))
     coarse_view = tuple(
         np.multiply.reduce(part) for part in ((view[:2], view[2:]) if joined == (0, 1) else (view[:1], view[1:]))
@@ -122,7 +122,7 @@ def test_layouts_with_different_views_meet(view, joined, data):
         np.testing.assert_array_equal(got, expected)
 
 
-def test_views_that_do_not_meet_are_refused():
+def test_incompatible_views_are_refused():
     rows = Layout((6, 2), (6, 2), (((((0, 3)),), ((0, 2),)), (((3, 6),), ((0, 2),))), ((3, 2), (3, 2)))
     blocks = whole((3, 2, 2))
     with pytest.raises(MismatchError, match="do not follow blocks of 2"):
@@ -131,7 +131,7 @@ def test_views_that_do_not_meet_are_refused():
         align(whole((2, 3, 4)), whole((2, 4, 3)))
 
 
-def test_shards_that_stay_are_one_run():
+def test_an_unchanged_shard_is_one_run():
     layout = stack(((3, 4), (2, 4), (0, 4)))
     assert find_faults(layout) == []
     assert copy_runs(layout, 1, layout, 1, 2, 100) == (Run(2, 2, 6),)
@@ -150,7 +150,7 @@ def test_shards_that_stay_are_one_run():
         (Layout((4,), (4,), ((((0, 4),),), (((0, 3),),)), ((4,), (3,)), replicated=True), "rank 1 does not have"),
     ],
 )
-def test_faults_are_found(layout, fault):
+def test_invalid_layouts_are_refused(layout, fault):
     assert re.search(fault, find_faults(layout)[0])
 
 
@@ -160,7 +160,7 @@ def cut_columns(rows, columns, ranks):
     return Layout((rows, columns), (rows, columns), shards, ((rows, width),) * ranks)
 
 
-def test_runs_are_as_few_as_possible():
+def test_runs_are_joined_to_the_minimum_number():
     source, target = cut_columns(100, 64, 8), cut_columns(100, 64, 4)
     assert copy_runs(source, 1, target, 0, 0, 1600) == (Run(0, 8, 8, 100, 8, 16),)
     assert copy_runs(source, 1, target, 0, 10, 60) == (Run(2, 10, 6), Run(8, 24, 8, 2, 8, 16), Run(24, 56, 4))
@@ -168,7 +168,7 @@ def test_runs_are_as_few_as_possible():
     assert copy_runs(target, 0, target, 0, 5, 50) == (Run(5, 5, 45),)
 
 
-def test_time_does_not_grow_with_the_elements():
+def test_the_time_to_find_runs_does_not_depend_on_the_elements():
     """102400 × 25600 elements cut along columns: hundreds of ranges a second."""
     source, target = cut_columns(102400, 25600, 8), cut_columns(102400, 25600, 4)
     size = 102400 * 6400

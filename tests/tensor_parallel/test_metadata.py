@@ -1,4 +1,4 @@
-"""``universal_checkpoint_info`` of every version, compared with DeepSpeed's own code on the same data."""
+"""``universal_checkpoint_info`` of every version, compared with DeepSpeed's code on the same data."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def settle_one(info, shapes, target=None):
     return settle(["w"], {"w": tuple(shapes)}, None if target is None else {"w": tuple(target)}, rules)
 
 
-def test_megatron_metadata():
-    """Fused attention is in no list and stays open; the first feed-forward matrix follows from the second."""
+def test_metadata_of_megatron_gives_patterns_except_for_fused_attention():
+    """No list contains fused attention. The second feed-forward matrix determines the pattern of the first."""
     source, target = (models.megatron_pipeline(models.GPT3_MEDIUM, tp) for tp in (2, 4))
     rules = from_universal_info(MEGATRON)
     with pytest.raises(MismatchError) as caught:
@@ -61,7 +61,7 @@ def test_megatron_metadata():
     assert settled.unused == []
 
 
-def test_parameters_in_no_list_are_not_settled():
+def test_parameters_in_no_list_have_no_pattern():
     """Megatron-DeepSpeed writes no row-parallel patterns at TP 1; DeepSpeed would cut these weights on dimension 0."""
     info = {**MEGATRON, "parameter_with_row_parallelism_patterns": [], "tp_replicated_parameter_patterns": []}
     source, target = (models.megatron_pipeline(models.GPT3_MEDIUM, tp) for tp in (1, 2))
@@ -71,7 +71,7 @@ def test_parameters_in_no_list_are_not_settled():
     assert settled.patterns["2.self_attention.dense.weight"] == ShardH()
 
 
-def test_parameters_shared_by_pipeline_stages():
+def test_metadata_of_parameters_shared_by_pipeline_stages():
     (match,) = from_universal_info(MEGATRON).shared
     assert match("tied_modules.embed.word_embeddings.weight")
     assert not match("tied_modules.embed.position_embeddings.weight")
@@ -92,11 +92,11 @@ VOCABULARY_OF_3 = {"vocabulary_parameter_patterns": ["w"], "original_vocab_size"
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )
-def test_lists(info, shapes, pattern):
+def test_lists_in_metadata_give_patterns(info, shapes, pattern):
     assert settle_one(info, shapes).patterns["w"] == pattern
 
 
-def test_unused_patterns_are_reported():
+def test_patterns_that_match_no_parameter_are_reported():
     info = {"tp_replicated_parameter_patterns": ["w", "^v$", r"x\d"]}
     settled = settle_one(info, [(4,), (4,)])
     assert settled.unused == []
@@ -115,7 +115,7 @@ def test_parameters_that_autotp_could_not_describe_are_refused():
 
 
 def test_refusals_follow_renamed_parameters():
-    """A rule for all others, as AutoTP has one, must not apply to the new name."""
+    """AutoTP's rule for all other parameters must not apply to the new name."""
     info = {"autotp_unsupported_parameter_patterns": {"^w$": "it interleaves blocks", "h.*": "odd"}}
     rules = from_universal_info(info, by="target").follow({"w": "old", "h.0": "0", "v": "v"})
     for name, why in (("old", "it interleaves blocks"), ("0", "odd")):
@@ -138,8 +138,8 @@ def test_equal_shards_in_another_order_are_refused():
         assert settle(["w"], shapes, shapes, rules).patterns == {"w": SameShards()}
 
 
-def test_autotp_before_it_wrote_maps():
-    """It lists every parameter but those that are cut on dimension 0."""
+def test_metadata_of_autotp_without_maps():
+    """It lists all parameters except those that are cut on dimension 0."""
     info = {
         "universal_checkpoint_version": 0.4,
         "autotp_unsupported_parameter_patterns": {},
@@ -159,7 +159,7 @@ def parts_info(shape, dim, version=0.4, widths=None, **more):
 
 
 def merge_upstream(shards, view, dim, widths):
-    """Join shards like ``merge_tp_slices``: sub-parameters joined over ranks, one after the other."""
+    """Join shards like ``merge_tp_slices``: join each sub-parameter over ranks, then concatenate."""
     local = [list(view) for _ in shards]
     for rank, shape in enumerate(local):
         shape[dim] = sum(part[rank] for part in widths)
@@ -194,7 +194,7 @@ def merge_upstream(shards, view, dim, widths):
     ],
     ids=["gqa", "count", "sizes", "columns", "width", "empty", "experts", "heads", "bias"],
 )
-def test_sub_parameters_are_joined_as_deepspeed_joins_them(info, view, dim, widths, local):
+def test_sub_parameters_are_joined_like_deepspeeds_merge_tp_slices(info, view, dim, widths, local):
     sizes = []
     for rank in range(2):
         shape = list(view)
@@ -229,8 +229,8 @@ MAPS = {
 
 
 @pytest.mark.parametrize("name", sorted(MAPS))
-def test_affine_maps_are_deepspeeds(name):
-    """Shards are those of ``ParamAffineMap.extract``; joined, they are the tensor again."""
+def test_affine_maps_cut_like_deepspeeds(name):
+    """Shards equal those of ``ParamAffineMap.extract`` and join to the tensor."""
     import torch
 
     upstream, general = MAPS[name][0](), MAPS[name][1]
@@ -252,8 +252,8 @@ def affine_info(upstream):
     return {"affine_map": {"version": 1, "params": {"^w$": upstream.to_dict()}}, "original_vocab_size": 3}
 
 
-def test_each_side_describes_itself():
-    """AutoTP at degrees 2 and 3 with uneven heads: each side's own map counts, not the other's general pattern."""
+def test_each_sides_map_describes_its_degree():
+    """AutoTP at degrees 2 and 3 with uneven heads: a side's map precedes the general pattern of the other side."""
     two = affine.sub_param_map((18, 2), (12, 6), [[8, 4], [4, 2]], 0)
     three = affine.sub_param_map((18, 2), (12, 6), [[4, 6, 2], [2, 2, 2]], 0)
     rules = [
@@ -275,7 +275,7 @@ def test_each_side_describes_itself():
 
 
 @pytest.mark.parametrize("name", ["segmented", "gather"])
-def test_a_map_without_counterpart_reaches_one_rank_only(name):
+def test_a_map_of_only_the_saved_side_allows_only_one_live_rank(name):
     upstream = MAPS[name][0]()
     local = tuple(upstream.shard_shapes[rank] for rank in sorted(upstream.shard_shapes))
     source, target = settle_one(affine_info(upstream), local, [upstream.logical_shape]).layouts["w"]
@@ -287,7 +287,7 @@ def test_a_map_without_counterpart_reaches_one_rank_only(name):
         settle_one(affine_info(upstream), local, [(2, 3)] * 4)
 
 
-def test_one_rank_to_a_map():
+def test_one_saved_rank_loads_into_a_live_map():
     upstream = MAPS["gather"][0]()
     rules = [from_universal_info(affine_info(upstream), by="target")]
     settled = settle(["w"], {"w": ((8, 3),)}, {"w": ((4, 3), (4, 3))}, rules)
@@ -295,7 +295,7 @@ def test_one_rank_to_a_map():
 
 
 def change_map(**fields):
-    """A map of two halves of four rows, whose first piece has other fields."""
+    """Make a map of two halves of four rows, with changed fields of its first piece."""
     entry = affine.contiguous_split_map((4, 3), [2, 2], 0).to_dict()
     entry["ranks"][0]["pieces"][0].update(fields)
     return {"affine_map": {"version": 1, "params": {"^w$": entry}}}
@@ -321,7 +321,7 @@ HALVES = [(2, 3), (2, 3)]
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )
-def test_metadata_that_does_not_settle_a_parameter(info, shapes, message):
+def test_metadata_without_a_pattern_for_a_parameter_is_refused(info, shapes, message):
     with pytest.raises(MismatchError, match=message):
         settle_one(info, shapes)
 
@@ -334,8 +334,8 @@ def test_maps_supersede_lists_and_lists_supersede_attributes():
     assert settled.layouts["w"][0].shape == (4, 3)
 
 
-def test_thousands_of_named_parameters():
-    """AutoTP names every parameter by an escaped expression; these are looked up by name."""
+def test_thousands_of_named_parameters_are_looked_up_by_name():
+    """AutoTP names every parameter by an escaped expression."""
     names = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(3000)]
     shape = affine.contiguous_split_map((4, 3), [2, 2], 0).to_dict()
     info = {"affine_map": {"version": 1, "params": {f"^{re.escape(name)}$": shape for name in names}}}
@@ -361,7 +361,7 @@ def test_expressions_are_matched_in_linear_time(text):
     assert rule.match("a" * 5000)
 
 
-def test_expressions_match_a_prefix_like_the_converter():
+def test_expressions_match_prefixes_like_deepspeeds_converter():
     texts = [r"\d+.dense.weight", r"(.+\.)?q_proj", "^a.b$", r"^a\.b$", "a"]
     rules = [from_universal_info({"tp_replicated_parameter_patterns": [text]}) for text in texts]
     names = ("12.dense.weight", "12.dense.weight.more", "x.q_proj.weight", "a.b", "a.bc", "acb", "ba", "12dense.weight")
@@ -406,8 +406,8 @@ def test_malformed_metadata_is_refused(info, words):
 
 
 @pytest.mark.parametrize(("rows", "settles"), [(8, True), (16, False)], ids=["plain", "gate and up"])
-def test_a_row_parallel_second_matrix_settles_the_first(rows, settles):
-    """No list of Megatron-DeepSpeed names dense_h_to_4h; a live model's attributes do."""
+def test_the_pattern_of_the_second_matrix_determines_the_first(rows, settles):
+    """Megatron-DeepSpeed has dense_h_to_4h in no list; a live model's attributes describe it."""
     first, second = "3.mlp.dense_h_to_4h.weight", "3.mlp.dense_4h_to_h.weight"
     shapes = {first: ((rows, 4),) * 2, second: ((4, 8),) * 2}
     info = {"parameter_with_row_parallelism_patterns": [r"\d+.mlp.dense_4h_to_h.weight"]}

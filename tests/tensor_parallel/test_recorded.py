@@ -1,4 +1,4 @@
-"""Patterns recorded as plain data are restored unchanged, and settle other topologies."""
+"""Patterns recorded as plain data are restored unchanged and apply to other topologies."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ PATTERNS: list[Pattern] = [
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: str(pattern)[:60])
-def test_every_pattern_round_trips(pattern: Pattern) -> None:
-    """Also through JSON, which turns tuples into lists."""
+def test_every_recorded_pattern_is_restored_unchanged(pattern: Pattern) -> None:
+    """JSON turns tuples into lists."""
     recorded = record_pattern(pattern)
     assert read_pattern(recorded) == pattern
     again = read_pattern(json.loads(json.dumps(recorded)))
@@ -72,7 +72,7 @@ def test_every_pattern_round_trips(pattern: Pattern) -> None:
     ],
     ids=["nothing", "unknown", "field", "layout", "text", "number", "general"],
 )
-def test_malformed_data_is_refused(recorded: dict[str, object]) -> None:
+def test_malformed_recorded_patterns_are_refused(recorded: dict[str, object]) -> None:
     with pytest.raises(MismatchError, match="recorded pattern"):
         read_pattern(recorded)
 
@@ -102,8 +102,8 @@ def test_recorded_patterns_cut_whole_tensors() -> None:
     assert not settled.layouts["mean"][0].mean
 
 
-def test_a_vocabulary_gets_another_padding() -> None:
-    """Also if neither side is cut."""
+def test_a_recorded_vocabulary_pattern_allows_another_padding() -> None:
+    """This holds even if neither side is cut."""
     recorded = {"word": record_pattern(ShardV(vocab=11))}
     for shapes in (((12, 4),), ((8, 4), (8, 4))):
         settled = settle(["word"], {"word": ((18, 4),)}, {"word": shapes}, [from_recorded(recorded)])
@@ -111,7 +111,7 @@ def test_a_vocabulary_gets_another_padding() -> None:
         assert (have.shape[0], want.shape[0]) == (18, sum(shape[0] for shape in shapes))
 
 
-def test_tensors_that_were_not_cut_give_no_rules() -> None:
+def test_whole_tensors_record_no_rules() -> None:
     rules = from_recorded({"w": record_pattern(Unique()), "v": record_pattern(SameShards())})
     assert not rules.literal
     with pytest.raises(MismatchError, match=r"How tensor parallelism cuts .* w: \(4, 4\) on 1 rank"):

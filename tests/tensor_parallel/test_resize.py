@@ -20,12 +20,12 @@ from deepspeed_ucp.tensor_parallel.rules import from_config
 from .shards import settle
 
 
-def test_names_include_the_prefix() -> None:
+def test_resize_rules_match_names_with_the_prefix() -> None:
     (mine,) = from_config({"prefix": r"base\.", "resize": [{"match": "w"}]})
     assert mine.resizes[0].fits("base.w") and not mine.resizes[0].fits("w")
 
 
-def test_kept_rows() -> None:
+def test_kept_rows_of_one_rank() -> None:
     saved, live = whole((4, 2)), whole((6, 2))
     layout, resized = Resize("w").fit(saved, live)
     assert layout == saved and resized == Resized(4, 6, 4, "live")
@@ -48,7 +48,9 @@ def test_kept_rows() -> None:
         (Resize("w"), Partial().join([(4, 2), (4, 2)]), (6, 2), "cannot be resized"),
     ],
 )
-def test_shapes_that_do_not_fit(rule: Resize, saved: Layout, live: tuple[int, ...], words: str) -> None:
+def test_shapes_that_a_resize_rule_cannot_produce_are_refused(
+    rule: Resize, saved: Layout, live: tuple[int, ...], words: str
+) -> None:
     with pytest.raises(MismatchError, match=words):
         rule.fit(saved, whole(live))
 
@@ -69,14 +71,14 @@ FUSED = {
 
 @sides
 @pytest.mark.parametrize("fused", FUSED)
-def test_parameters_in_parts_get_no_rows(fused: str, saved: Any, live: Any) -> None:
+def test_fused_parameters_cannot_be_resized(fused: str, saved: Any, live: Any) -> None:
     """New rows at the end would belong to the last part."""
     with pytest.raises(MismatchError, match="w is fused"):
         settle(["w"], {"w": saved}, {"w": live}, [*from_config({"resize": [{"match": "w"}]}), *FUSED[fused]])
 
 
 @sides
-def test_a_vocabulary_in_parts_gets_no_padding(saved: Any, live: Any) -> None:
+def test_a_vocabulary_in_parts_cannot_be_padded(saved: Any, live: Any) -> None:
     rule = {"match": "w", "pattern": "shard-nc", "parts": [1, 1], "vocab": True}
     listed = {"parameter_with_2_sub_params_cat_dim_0": ["w"], "vocabulary_parameter_patterns": ["w"]}
     for rules in (
@@ -87,7 +89,7 @@ def test_a_vocabulary_in_parts_gets_no_padding(saved: Any, live: Any) -> None:
             settle(["w"], {"w": saved}, {"w": live}, rules)
 
 
-def test_an_averaged_vocabulary_gets_no_padding() -> None:
+def test_an_averaged_vocabulary_cannot_be_padded() -> None:
     """The replicas have no rows from which the mean of the padding could be computed."""
     info = {"parameter_to_average_patterns": ["w"], "vocabulary_parameter_patterns": ["w"], "original_vocab_size": 7}
     with pytest.raises(MismatchError, match="averaged over replicas, cannot differ"):
@@ -109,7 +111,7 @@ def test_kept_rows_of_several_ranks() -> None:
         ({f"x.{n}.o": ((2, 4), (3, 4)) for n in range(9)}, [{"match": r"x\.\d+\.o"}]),
     ],
 )
-def test_suggested_rules_work(shapes: Any, rules: Any) -> None:
+def test_suggested_resize_rules_make_the_shapes_fit(shapes: Any, rules: Any) -> None:
     patterns = {"resize": rules}
     assert f'"patterns": {json.dumps(patterns)} ' in advise_resize(shapes)
     (made,) = from_config(patterns)
@@ -128,5 +130,5 @@ def test_suggested_rules_work(shapes: Any, rules: Any) -> None:
         {"a": ((1,), (2,)), "b": ((1, 1), (1, 2))},
     ],
 )
-def test_no_rules_are_suggested_for_another_model(shapes: Any) -> None:
+def test_no_resize_rules_are_suggested_for_another_model(shapes: Any) -> None:
     assert advise_resize(shapes) == ""

@@ -1,4 +1,4 @@
-"""Rules as users write them: valid forms, matching, and the precedence of rule sets."""
+"""Rules of users: valid forms, matching, and the precedence of rule sets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(*sets, source=SOURCE, target=TARGET, hints=None):
 
 
 @pytest.mark.parametrize("value", [[V, N], {"rules": [V, N]}, "rules.yaml", "rules.yml", "rules.json"])
-def test_rules_in_the_configuration_or_a_file(tmp_path, value):
+def test_rules_are_read_from_the_configuration_or_a_file(tmp_path, value):
     origin = "the user's rules"
     if isinstance(value, str):
         (tmp_path / value).write_text(json.dumps({"rules": [V, N]}))
@@ -61,7 +61,7 @@ def test_rules_in_the_configuration_or_a_file(tmp_path, value):
     ],
     ids=str,
 )
-def test_every_pattern_can_be_written(spec, shapes, pattern):
+def test_a_rule_can_specify_every_pattern(spec, shapes, pattern):
     rules = from_config({"rules": [{"match": "w", **spec}], "variables": {"n": 4}})
     assert settle(["w"], {"w": tuple(shapes)}, None, rules).patterns["w"] == pattern
 
@@ -100,12 +100,12 @@ def test_every_pattern_can_be_written(spec, shapes, pattern):
     ],
     ids=str,
 )
-def test_invalid_rules(value, message):
+def test_invalid_rules_are_refused(value, message):
     with pytest.raises(ConfigError, match=message):
         from_config(value)
 
 
-def test_a_file_that_is_not_yaml(tmp_path):
+def test_a_rules_file_that_is_not_yaml_is_refused(tmp_path):
     (tmp_path / "a.yaml").write_text("rules: [")
     with pytest.raises(ConfigError, match="a.yaml is not YAML"):
         from_config(str(tmp_path / "a.yaml"))
@@ -147,7 +147,7 @@ FROM_1, FROM_0 = "a size is an integer from 1 on", "a size is an integer from 0 
         (use(0, "unit", "shard-v"), MismatchError, f"0 is 0, {FROM_1}"),
     ],
 )
-def test_expressions_without_a_usable_value(rules, error, words):
+def test_expressions_without_a_usable_value_are_refused(rules, error, words):
     with pytest.raises(error, match=words):
         run(from_config(rules), target=CUT_NORM, hints={"args": {"impl": "local"}})
 
@@ -205,7 +205,7 @@ SETTLED = {
 
 
 @pytest.mark.parametrize("case", SETTLED)
-def test_rules_that_settle(case):
+def test_rules_give_all_parameters_a_pattern(case):
     sets, source, target, expected = SETTLED[case]
     settled = run(*sets, source=source, target=target)
     assert {name: (settled.patterns[name], settled.origin[name]) for name in expected} == expected
@@ -225,17 +225,17 @@ def test_rules_that_settle(case):
         (TABLE, {EMBED: ((12, 2),)}, {EMBED: ((16, 2),)}, r'\(12, 2\).*"vocab": true, and original_vocab_size'),
     ],
 )
-def test_rules_that_do_not_settle(rules, source, target, words):
+def test_rules_that_contradict_or_omit_a_parameter_are_refused(rules, source, target, words):
     with pytest.raises(MismatchError, match=words):
         run(from_config(rules), source=source, target=target)
 
 
-def test_rules_that_match_nothing_are_reported():
+def test_rules_without_a_match_are_reported():
     idle = {"match": r"b\.weight", "pattern": "shard-v"}
     assert run(from_config([V, N, idle])).unused == [r"the user's rules: 'b\\.weight' matches no parameter"]
 
 
-def test_open_parameters_are_listed_with_rules_to_paste():
+def test_parameters_without_a_pattern_are_listed_with_example_rules():
     shapes = {
         "embed.weight": ((4, 2), (8, 2)),
         "1.qkv.weight": ((6, 2), (12, 2)),
@@ -274,13 +274,13 @@ def test_open_parameters_are_listed_with_rules_to_paste():
     ],
     ids=str,
 )
-def test_attributes(marks, pattern):
+def test_attributes_of_parameters_give_patterns(marks, pattern):
     settled = settling.settle(["w"], {"w": ((6, 12), (6, 12))}, None, [from_attributes({"w": marks})])
     assert (settled.patterns.get("w"), list(settled.open)) == (pattern, [] if pattern else ["w"])
 
 
-def test_attributes_do_not_settle_fused_gates():
-    """Megatron's stride is 1 for fused and plain first matrices; the second matrix decides."""
+def test_attributes_give_no_pattern_to_fused_gates():
+    """Megatron's stride is 1 for fused and for plain first matrices."""
     first, second = (f"1.mlp.{name}.weight" for name in ("dense_h_to_4h", "dense_4h_to_h"))
     rules = from_attributes({first: {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}})
     target = {first: ((8, 2),)}
@@ -311,7 +311,7 @@ QKV = "1.self_attention.query_key_value.weight"
         (QKV, 0, 3, ATTENTION),
     ],
 )
-def test_attributes_settle_fused_parameters_by_the_number_of_parts(name, dim, parts, words):
+def test_attributes_give_fused_parameters_a_pattern_by_the_number_of_parts(name, dim, parts, words):
     marks, shapes = {"tensor_model_parallel": True, "partition_dim": dim}, {name: ((6, 6), (6, 6))}
     with pytest.raises(MismatchError, match=words):
         settle([name], shapes, None, [from_attributes({name: marks})])
@@ -331,13 +331,13 @@ PLAIN = ("up_proj.weight", "gate_proj.weight", "w1.weight", "experts.0.w1.weight
         ("1.mlp.experts.w1", 3, 1),
     ],
 )
-def test_attributes_settle_other_names(name, dims, dim):
+def test_attributes_give_patterns_to_parameters_of_other_names(name, dims, dim):
     rules = from_attributes({name: {"tensor_model_parallel": True, "partition_dim": dim}})
     pattern = ShardV() if dim == 0 else ShardH(dim=dim)
     assert settle([name], {name: ((6,) * dims,) * 2}, None, [rules]).patterns[name] == pattern
 
 
-def test_a_family_settles_what_attributes_do_not():
+def test_a_family_gives_patterns_that_attributes_lack():
     rules = [
         from_attributes({QKV: {"tensor_model_parallel": True, "partition_dim": 0}}),
         load_family("megatron-gpt-interleaved"),
@@ -347,11 +347,11 @@ def test_a_family_settles_what_attributes_do_not():
 
 
 def settle_for(degree, source, *sets, **hints):
-    """Settle a target that is known by its degree only."""
+    """Settle a target of which only the degree is known."""
     return settle(sorted(source), source, None, sets, hints, degree=degree)
 
 
-def test_rules_give_a_target_its_shapes():
+def test_rules_determine_the_shapes_of_a_target_degree():
     rules = from_config([{"match": "a", "pattern": "shard-h"}, {"match": "n", "pattern": "replicate"}])
     for source in ({"a": ((4, 12),), "n": ((5,),)}, {"a": ((4, 4),) * 3, "n": ((5,),) * 3}):
         have, want = settle_for(2, source, *rules).layouts["a"]
@@ -359,19 +359,19 @@ def test_rules_give_a_target_its_shapes():
         assert settle_for(2, source, *rules).layouts["n"][1].local_shapes == ((5,), (5,))
 
 
-def test_the_same_degree_needs_no_rules():
+def test_an_unchanged_degree_needs_no_rules():
     found = settle_for(2, {"a": ((4, 4), (4, 3))})
     assert found.layouts["a"][1].local_shapes == ((4, 4), (4, 3))
 
 
-def test_metadata_of_the_checkpoint_gives_a_target_its_shapes():
+def test_metadata_determines_the_shapes_of_a_target_degree():
     info = {"original_vocab_size": 11, "vocabulary_parameter_patterns": ["word"]}
     source = {"word": ((6, 4), (6, 4))}
     found = settle_for(3, source, from_universal_info(info), args={"make_vocab_size_divisible_by": 4})
     assert found.layouts["word"][1].local_shapes == ((4, 4),) * 3
 
 
-def test_open_parameters_of_a_degree_are_listed_with_rules_to_paste():
+def test_parameters_without_a_pattern_at_a_degree_are_listed_with_example_rules():
     words = r'not known \(2 parameters\): h.\{0-1\}.w: \(4, 4\) on 1 rank in the checkpoint.*"match": "h\\\\.\\\\d\+'
     with pytest.raises(MismatchError, match=words):
         settle_for(2, {"h.0.w": ((4, 4),), "h.1.w": ((4, 4),)})
@@ -391,7 +391,7 @@ TO_PIPELINE = [
 ]
 
 
-def test_pipeline_and_plain_names():
+def test_rename_rules_map_pipeline_names_to_plain_names():
     pipeline, plain = (make(models.GPT3_MEDIUM, 1) for make in (models.megatron_pipeline, models.megatron_plain))
     there = rename_names(pipeline, parse_renames(TO_PLAIN))
     assert sorted(there.values()) == sorted(plain)
@@ -400,13 +400,13 @@ def test_pipeline_and_plain_names():
     assert {new: name for name, new in there.items()} == back
 
 
-def test_renames_that_match_nothing_are_reported():
+def test_rename_rules_without_a_match_are_reported():
     rules = parse_renames({"a": "b", r"x\.(?P<y>.*)": "{y}"})
     assert rename_names(["x.1", "c"], rules) == {"x.1": "1", "c": "c"}
     assert find_idle(["x.1", "c"], rules) == ["rename: 'a' matches no parameter"]
 
 
-def test_renames_come_with_the_rules():
+def test_rename_rules_are_read_with_other_rules():
     (rules,) = from_config({"rename": TO_PLAIN})
     assert rules.renames == parse_renames(TO_PLAIN)
     assert parse_renames(TO_PLAIN[0]) == rules.renames[:1]
@@ -429,12 +429,12 @@ def test_renames_come_with_the_rules():
     ],
     ids=str,
 )
-def test_invalid_renames(rule: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_invalid_rename_rules_are_refused(rule: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         rename_names(["1.w", "2.w"], parse_renames([rule]))
 
 
-def test_rules_that_yield_no_live_name_are_skipped() -> None:
+def test_rename_rules_that_yield_no_live_name_are_skipped() -> None:
     rules = parse_renames([{"from": "norm", "to": "6"}, {"from": "norm", "to": "14"}])
     assert rename_names(["norm"], rules) == {"norm": "6"}
     assert rename_names(["norm"], rules, {"14", "norm_of_another"}) == {"norm": "14"}

@@ -66,7 +66,9 @@ def expect(ranks: int, rank: int) -> tuple[float, ...]:
     return draw()
 
 
-def test_saved_ranks_keep_their_states(kind: str, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+def test_ranks_of_the_saved_topology_keep_their_random_states_in_a_larger_one(
+    kind: str, tmp_path: Path, ucp_worlds: WorldPool
+) -> None:
     """New ranks derive theirs, the same at each resume; files of an older, larger save are ignored."""
     for ranks in (3, 1, 2):
         save(str(tmp_path), kind, ranks)
