@@ -1,1 +1,1 @@
-"""Checkpoint folders as the AtomicIndex: what is read, and what is refused."""
+"""Reading of checkpoint folders into an AtomicIndex, and refusals."""

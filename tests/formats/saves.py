@@ -1,4 +1,4 @@
-"""Files of synthesised saves: made, changed before they are written, opened, and read shard by shard."""
+"""Build, change, write, open and read the files of synthesised saves."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def shard(rank: int) -> str:
 
 
 def tail_cut(name: str, tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
-    """Cuts by the parameter's last word: columns in uneven widths, rows, blocks of both, or not at all."""
+    """Cut by the parameter's last word: columns in uneven widths, rows, blocks of both, or no cut."""
     kind = name.rpartition(".")[2]
     if kind.startswith("col"):
         return tensor.tensor_split(tp, 0)[rank]

@@ -1,4 +1,4 @@
-"""Damaged, special and hostile files: the right header, or an error that names the file, without blocking."""
+"""Damaged, special and hostile files give the right header, or an error with the file's name, without blocking."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def look(folder: Path, name: str, data: bytes) -> object:
-    """The header of a file with such bytes, or the error that a user may get to see."""
+    """Return the header of a file with these bytes, or the error for the user."""
     (folder / name).write_bytes(data)
     try:
         return read_file(str(folder), name)
@@ -75,7 +75,7 @@ def survey(folder: Path, *also: str) -> UcpError | None:
 
 
 def test_headers_show_faults_that_prevent_a_load(tmp_path: Path) -> None:
-    """The names of stage 0's states need an engine, and are no fault here."""
+    """Missing names of stage 0's states are no fault here: an engine supplies them."""
     path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(0, 2))
     assert survey(path) is None
     path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1, 2), tag="other")
@@ -88,7 +88,7 @@ def test_headers_show_faults_that_prevent_a_load(tmp_path: Path) -> None:
 
 
 def test_equal_findings_of_many_files_are_merged(tmp_path: Path) -> None:
-    """Numbers of files become ranges; texts that differ in figures show those of the first file."""
+    """Numbers of files become ranges. Texts that differ only in figures show the first file's figures."""
     name = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
     names = [name.format(rank) for rank in (0, 1, 2, 5)]
     missing = [Finding("missing", each, f"run/{each} is missing; do.") for each in names]
@@ -137,7 +137,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_special_files_are_named(folder: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_special_files_among_state_files_are_refused(
+    folder: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / OPTIM).unlink()
     ODD[kind](folder / OPTIM)
     check_refused(folder, f"{OPTIM}: cannot be read|{OPTIM} is missing")
@@ -149,7 +151,7 @@ def test_special_files_are_named(folder: Path, kind: str, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_special_files_of_no_save_are_ignored(folder: Path, kind: str) -> None:
+def test_special_files_of_other_names_are_ignored(folder: Path, kind: str) -> None:
     ODD[kind](folder / shard(7))
     ODD[kind](folder.parent / "global_step9")
     assert open_alone(folder).atoms
@@ -157,7 +159,7 @@ def test_special_files_of_no_save_are_ignored(folder: Path, kind: str) -> None:
 
 
 def test_links_and_deeper_tags_are_followed(tmp_path: Path) -> None:
-    """Content-addressed stores consist of links out of the folder."""
+    """Content-addressed stores consist of links to files outside the folder."""
     folder = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1, 3), tag="run/step3")
     assert find_checkpoint(str(tmp_path)) == str(folder)
     (tmp_path / "store").mkdir()
@@ -201,7 +203,7 @@ def test_opening_a_new_fifo_does_not_block(tmp_path: Path, monkeypatch: pytest.M
 
 
 def build(cuts: dict[str, Cut], shape: tuple[int, ...] = (8,)) -> Builder:
-    """Atoms of one flat buffer of 8 elements each."""
+    """Build atoms of one flat buffer with 8 elements each."""
     header = FileHeader("file.pt", 4096)
     builder = Builder(Save(FileTable.of("folder", {}), {}, models=[[header]], shards=[[]]))
     piece = Piece(FileRecord("data/0", 0, 4096, None), 0, (1024,), "float32")
@@ -210,7 +212,7 @@ def build(cuts: dict[str, Cut], shape: tuple[int, ...] = (8,)) -> Builder:
 
 
 def test_each_atom_with_a_gap_has_a_line_in_the_error() -> None:
-    """A long list is cut short."""
+    """A long list is truncated."""
     cuts = {"whole": Cut("whole", 0, 8, 0), "first": Cut("first", 0, 5, 8), "second": Cut("second", 2, 6, 16)}
     with pytest.raises(CheckpointError) as caught:
         build(cuts).finish_atoms()

@@ -78,7 +78,7 @@ CUT = [expert(number, mp) for number in (0, 1) for mp in (0, 1)]
 ALL_STATES = [states(rank, mp) for rank in (0, 1) for mp in (0, 1)]
 
 
-def test_files_get_their_roles() -> None:
+def test_file_names_determine_roles() -> None:
     layer, expert = "layer_2_expert_13_mp_rank_01", "expert_3_mp_rank_00"
     optim = "expp_rank_5_mp_rank_01_optim_states.pt"
     names = [f"{layer}_model_states.pt", f"{expert}_model_states.pt", optim]
@@ -90,17 +90,17 @@ def test_files_get_their_roles() -> None:
 @pytest.mark.parametrize(
     ("files", "counts", "lanes"),
     [
-        (FOLDED, (2, 2), 1),  # four ranks of a stage, two of them hold the same
+        (FOLDED, (2, 2), 1),  # four ranks of a stage, in pairs of equal content
         (CUT, (2, 1), 2),
         (CUT, (2, 2), 1),  # the groups decide: other files may be leftovers
         (FOLDED, (2, 1), 2),
         ([*FOLDED, states(0, 0), states(1, 1)], None, 1),
         ([*CUT, *ALL_STATES], None, 2),
-        (FOLDED, None, 1),  # weights alone
+        (FOLDED, None, 1),  # only weights
         (CUT, None, 2),
     ],
 )
-def test_shards_of_an_experts_parameter(files: list[str], counts: tuple[int, ...] | None, lanes: int) -> None:
+def test_list_shards_of_an_experts_parameter(files: list[str], counts: tuple[int, ...] | None, lanes: int) -> None:
     first = [make_model(MODELS[0], 2, 2, 2, None if counts else make_optim(2, kind="torch"))]
     first += [FileHeader("optim", 1, optim=make_optim(2, counts))] if counts else []
     save = list_files(first, *MODELS, *files)
@@ -109,7 +109,7 @@ def test_shards_of_an_experts_parameter(files: list[str], counts: tuple[int, ...
 
 
 @pytest.mark.parametrize("files", [FOLDED, CUT])
-def test_a_missing_file_is_expected(files: list[str]) -> None:
+def test_a_missing_experts_file_is_found(files: list[str]) -> None:
     first = [make_model(MODELS[0], 2, 2, 2, make_optim(2, kind="torch"))]
     everything = [*MODELS, *files, *([states(0, 0), states(1, 1)] if files is FOLDED else ALL_STATES)]
     assert sorted(name_expected_files(list_files(first, *everything))) == sorted(everything)
@@ -118,7 +118,7 @@ def test_a_missing_file_is_expected(files: list[str]) -> None:
     assert len(lacking) == len(everything)
 
 
-def test_every_stage_counts_its_own_layers() -> None:
+def test_expected_files_count_the_expert_layers_of_every_stage() -> None:
     first = make_model(MODELS[0], 2, 1, 2)
     optim = FileHeader("zero_pp_rank_0_mp_rank_00_optim_states.pt", 1, optim=make_optim(2, (2, 1)))
     shards = [f"zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt" for mp in (0, 1) for dp in (0, 1)]
@@ -140,7 +140,7 @@ def test_every_stage_counts_its_own_layers() -> None:
         (2, (2, 1), False, []),  # cut
     ],
 )
-def test_model_states_that_deepspeed_never_writes(
+def test_name_unwritten_models_lists_model_states_that_deepspeed_omits(
     degree: int, counts: tuple[int, ...], unsaved: list[str], *, data_first: bool
 ) -> None:
     model = make_model(MODELS[0], 2, 2, 2)
@@ -166,7 +166,7 @@ def make_save(
     tp: int = 1,
     folded: bool = False,
 ) -> Any:
-    """A save of four data-parallel ranks; the first one's model states name its parameters."""
+    """Make a save of four data-parallel ranks; the first rank's model states name its parameters."""
     shard = SimpleNamespace(name="first", optim=SimpleNamespace(partition_count=counts))
     shapes = [[(name, (2, 3)) for name in group] for group in groups]
     model = SimpleNamespace(param_shapes=shapes, facts={"placements": placements or {}})
@@ -191,19 +191,19 @@ def deal(save: Any, mp: int) -> list[list[GroupShare]]:
 
 
 @pytest.mark.parametrize("count", [0, 3, 16])
-def test_a_number_of_partitions_that_ranks_cannot_hold(count: int) -> None:
+def test_a_number_of_partitions_that_does_not_fit_the_ranks_is_refused(count: int) -> None:
     save = make_save((4, count), [["dense"], [f"{FIRST}0.w"]], 4, tp=2, folded=True)
     with pytest.raises(CheckpointError, match=f"in {count} partitions"):
         deal(save, 0)
 
 
 @pytest.mark.parametrize("experts", [1, 3])
-def test_files_of_another_number_of_experts(experts: int) -> None:
+def test_files_of_another_number_of_experts_are_refused(experts: int) -> None:
     with pytest.raises(CheckpointError, match=f"but {experts} experts of the layer have files"):
         deal(make_save((4, 2), [["dense"], [f"{FIRST}0.w"]], experts), 0)
 
 
-def test_a_name_alone_does_not_make_an_expert() -> None:
+def test_a_parameter_is_an_expert_only_with_an_experts_file() -> None:
     (dealt,) = deal(make_save((4,), [[f"{FIRST}0.w"]], 0), 0)
     assert [list(part.ranks) for part in dealt] == [[0, 1, 2, 3]]
 
@@ -211,7 +211,7 @@ def test_a_name_alone_does_not_make_an_expert() -> None:
 @pytest.mark.parametrize(
     ("counts", "ranks"), [((4, 4), ((0, 1), (2, 3))), ((4, 1), ((0, 1), (2, 3))), ((4, 2), ((0, 1, 2), (3,)))]
 )
-def test_a_placement_that_does_not_fit_the_files(counts: tuple[int, ...], ranks: Any) -> None:
+def test_a_placement_that_does_not_fit_the_files_is_refused(counts: tuple[int, ...], ranks: Any) -> None:
     save = make_save(counts, [["dense"], ["m.experts.w1"]], placements={"m.experts.": ranks})
     with pytest.raises(CheckpointError, match="m.experts.w1 of shape .2, 3. is spread over"):
         deal(save, 0)
@@ -252,17 +252,17 @@ def name_ties(layer: str) -> dict[str, str]:
 
 
 def test_equal_biases_do_not_make_a_tie() -> None:
-    """Two layers have biases of zero: the second name belongs to the layer with all of its tensors."""
+    """Two layers have biases of zero. The second name is tied to the layer with which all its tensors are equal."""
     assert find_ties({"a": (1, 9), "b": (2, 9), "again": (2, 9)}) == name_ties("b")
 
 
-def test_a_layer_with_a_part_of_the_bytes_is_no_tie() -> None:
+def test_a_layer_with_only_some_equal_tensors_is_no_tie() -> None:
     with pytest.raises(UnsupportedError, match="no layer of experts has the same bytes"):
         find_ties({"a": (1, 9), "b": (2, 8), "again": (2, 9)})
 
 
 def test_a_trained_parameter_is_no_tie() -> None:
-    """Equal values do not make a tie of two parameters that the optimizer has."""
+    """Two parameters of the optimizer are not tied, even if their values are equal."""
     with pytest.raises(UnsupportedError, match="but the optimizer has it under this name"):
         find_ties({"a": (1, 9), "b": (2, 9), "again": (2, 9)}, optimized=(f"{LAYERS['again']}0.b",))
     piece = Piece(FileRecord("0", 0, 24, 1), 0, (2, 3), "float32")
@@ -288,19 +288,19 @@ LAYER = "body.{}.deepspeed_moe.experts.deepspeed_experts."
 
 
 def make_tensors(layer: int, number: str, at: int = 64, crc: int | None = 7) -> dict[str, Piece]:
-    """Return two tensors; the second begins inside its record."""
+    """Make two tensors; the second begins inside its record."""
     first = Piece(FileRecord("data/0", at, 24, crc), 0, (2, 3), "float32")
     second = Piece(FileRecord("data/1", at + 64, 20, crc), 8, (3,), "float32")
     return {f"{LAYER.format(layer)}{number}.{end}": piece for end, piece in (("w", first), ("b", second))}
 
 
 def make_expert(tensors: dict[str, Piece], name: str = "expert", size: int = 1) -> FileHeader:
-    """The header of a file that holds some tensors."""
+    """Make the header of a file with these tensors."""
     return FileHeader(name, size, layer=tensors)
 
 
 def encode(headers: list[FileHeader], first: FileHeader) -> tuple[list[FileHeader | HeaderDelta], list[FileHeader]]:
-    """Encode headers as a rank does that has also read `first`; return them, and what another rank decodes."""
+    """Encode headers on a rank that has also read `first`; return the encoded headers and a peer's decoded ones."""
     template, known = HeaderTemplate(first), dict[HeaderTemplate, bytes]()
     short = [encode_header(header, template, known) for header in headers]
     received, templates = pickle.loads(pickle.dumps(short)), {b"": template}
@@ -321,7 +321,7 @@ def test_decoded_headers_equal_the_originals_and_share_a_template() -> None:
 
 
 def change(tensors: dict[str, Piece], **fields: object) -> dict[str, Piece]:
-    """The second tensor with other values of some fields."""
+    """Return the tensors with changed fields of the second one."""
     second = list(tensors)[1]
     return {**tensors, second: replace(tensors[second], **fields)}  # type: ignore[arg-type]
 
@@ -339,13 +339,13 @@ PLAIN = make_tensors(0, "0")
     ],
     ids=["no common prefix", "empty", "faulty", "nothing"],
 )
-def test_other_headers_are_not_encoded(tensors: dict[str, Piece]) -> None:
+def test_headers_that_differ_in_more_than_offsets_are_not_encoded(tensors: dict[str, Piece]) -> None:
     header = make_expert(tensors)
     assert encode([header], FileHeader("first", 1))[0][0] is header
 
 
 def make_shard(rank: int, numel: int, dtype: str = "float32") -> FileHeader:
-    """The file of a rank with one flat buffer, whose master and state share a record."""
+    """Make the header of a rank's file with one flat buffer, whose master and state share a record."""
     record = FileRecord("data/0", 64 * rank, 8 * numel, None if rank else 7)
     master, state = (Piece(record, at * 4 * numel, (numel,), dtype) for at in range(2))
     tensors = (TensorStates({"exp_avg": state}, {"step": 3}),)

@@ -69,7 +69,7 @@ SORTED: list[tuple[list[str], dict[str, dict[Any, str]]]] = [
         [STATES, "layer_01-model_states.pt", "layer_120-model_11-model_states.pt"],
         {"layer": {(1, NO_AXIS): "layer_01-model_states.pt", (120, 11): "layer_120-model_11-model_states.pt"}},
     ),
-    (  # of the fast writer on two sockets, with two ranks that write alone
+    (  # names by the fast writer on two sockets, with two ranks that write a whole file each
         [*(f"{STATES}-{of}" for of in ("0.1", "1.2", "0.2")), *COPIES.values()],
         {
             "model": {(0, 0): f"{STATES}-0.2"},
@@ -86,7 +86,7 @@ SORTED: list[tuple[list[str], dict[str, dict[Any, str]]]] = [
 
 
 @pytest.mark.parametrize(("names", "roles"), SORTED, ids=lambda each: " ".join(each) if isinstance(each, dict) else "")
-def test_files_get_their_roles(names: list[str], roles: dict[str, dict[Any, str]]) -> None:
+def test_file_names_determine_roles(names: list[str], roles: dict[str, dict[Any, str]]) -> None:
     found, copies = sort_names("folder", names)
     assert {role: {**found, "copies": copies}[role] for role in roles} == roles
 
@@ -130,7 +130,7 @@ def test_invalid_listings_are_refused(names: list[str], kind: type[Exception], t
         (f"offloaded_tensors/rank00/{'9' * 5000}_1.tensor.swp", None),
     ],
 )
-def test_names_of_swap_files(name: str, expected: SwapName | None) -> None:
+def test_parse_names_of_swap_files(name: str, expected: SwapName | None) -> None:
     assert read_swap_name(name) == expected
 
 
@@ -147,7 +147,7 @@ def test_state_files_folders_and_swap_files_are_listed(tmp_path: Path) -> None:
 # -- latest and tags --------------------------------------------------------------------------------------------------
 
 
-def test_latest_names_the_tag(tmp_path: Path) -> None:
+def test_read_latest_returns_the_tag(tmp_path: Path) -> None:
     assert read_latest(str(tmp_path / "absent")) is None
     (tmp_path / "logs").mkdir()
     assert read_latest(str(tmp_path)) is None
@@ -160,7 +160,7 @@ def test_latest_names_the_tag(tmp_path: Path) -> None:
 
 
 def test_a_conversion_does_not_hide_later_tags(tmp_path: Path) -> None:
-    """DeepSpeed writes no `latest` with save_latest=False, and a conversion its own."""
+    """DeepSpeed writes no `latest` with save_latest=False; a conversion writes another one."""
     for tag, step in (("early", 3), ("converted", 3), ("late", 4)):
         (tmp_path / tag).mkdir()
         torch.save({"global_steps": step, "module": {}, "dp_world_size": 1}, tmp_path / tag / STATES)
@@ -192,14 +192,14 @@ def test_an_invalid_latest_is_refused(content: bytes | str | None, text: str, tm
         (tmp_path / "latest").mkdir()
     with pytest.raises(CheckpointError, match=text):
         read_latest(str(tmp_path))
-    (tmp_path / "latest_universal").write_text("global_step3")  # does not replace a damaged `latest`
+    (tmp_path / "latest_universal").write_text("global_step3")  # is no substitute for a damaged `latest`
     if content is not None:
         with pytest.raises(CheckpointError, match=text):
             read_latest(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", [STATES, "ucp_manifest.json"], ids=["normal", "atomic"])
-def test_the_folder_of_a_tag_is_a_checkpoint(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tag_folder_is_accepted_as_a_checkpoint(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own, below = tmp_path / "global_step3", tmp_path / "global_step3" / "global_step9"
     touch(own, name)
     monkeypatch.chdir(own)
@@ -253,7 +253,7 @@ def test_a_file_in_place_of_a_folder_is_described(tmp_path: Path) -> None:
         ("absent", "x", "no checkpoint with tag 'x': {}/absent does not exist. Check"),
         ("file", "x", "no checkpoint with tag 'x': {}/file is a file. Check"),
         ("weights", "x", "itself a checkpoint, safetensors. Load it without a tag"),
-        ("lost", "x", "the folder holds no checkpoint"),  # the weights beside `latest` are not the missing tag
+        ("lost", "x", "the folder holds no checkpoint"),  # weights next to `latest` do not replace the missing tag
         ("run", "global_step4", "'global_step4'.*holds global_step3 .did you mean 'global_step3'.*Name one of"),
     ],
 )
@@ -271,7 +271,7 @@ def test_an_unknown_tag_is_refused_with_the_known_ones(folder: str, tag: str, te
 
 @pytest.mark.parametrize("closed", ["", "a"], ids=["all", "one"])
 def test_tags_are_folders_with_states(closed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder that cannot be listed is an error, except ``lost+found``: a run must not restart from scratch."""
+    """An unreadable folder is an error, except ``lost+found``: otherwise a run would restart from scratch."""
     touch(tmp_path / "b", STATES)
     touch(tmp_path / "a", shard(0))
     touch(tmp_path / "c", "notes.txt")
@@ -290,7 +290,7 @@ def test_tags_are_folders_with_states(closed: str, tmp_path: Path, monkeypatch: 
 # -- the order of tags ------------------------------------------------------------------------------------------------
 
 
-def test_tags_without_steps_are_ordered_by_their_first_times_in_all_places(tmp_path: Path) -> None:
+def test_tags_without_steps_are_ordered_by_their_earliest_time_in_all_places(tmp_path: Path) -> None:
     saves = {"here/c": 30, "there/b": 99, "nearby/b": 20, "there/later": 40, "there/a": 10, "here/run/x": 5}
     for tag, time in saves.items():
         touch(tmp_path / tag, f"{STATES}-0.1" if "x" in tag else STATES)
@@ -304,7 +304,7 @@ def test_tags_without_steps_are_ordered_by_their_first_times_in_all_places(tmp_p
     assert find_newest(places[1]) == "b"
 
 
-def test_tags_are_ordered_by_step_then_seal_then_time(tmp_path: Path) -> None:
+def test_list_older_orders_tags_by_step_then_seal_then_time(tmp_path: Path) -> None:
     """Times count only for tags of one step, or without a readable step."""
     saves = {"final": (12, 5), "best": (9, 90), "old": (3, 99), "copy": (9, 40), "newer": (13, 1), "sealed": (9, 7)}
     for tag, (step, time) in saves.items():
@@ -318,14 +318,14 @@ def test_tags_are_ordered_by_step_then_seal_then_time(tmp_path: Path) -> None:
     assert list_older([place], "best") == ["best", "sealed", "copy", "old"]
     assert find_newest(place) == "newer"
     os.truncate(tmp_path / "best" / STATES, 100)
-    assert list_older([place], "best") == ["best", "newer", "final", "sealed", "copy"]  # `old` was written after it
+    assert list_older([place], "best") == ["best", "newer", "final", "sealed", "copy"]  # `old` was written later
     assert list_older([place], "final") == ["final", "sealed", "copy", "old"]
     assert find_age([str(tmp_path / "old")]) == (3, False, 99.0)
     assert find_age([str(tmp_path / "absent"), str(tmp_path / "sealed")]) == (9, True, 7.0)
 
 
-def test_a_tag_with_a_damaged_pointer_hides_no_other_tag(tmp_path: Path) -> None:
-    """A fallback skips such a tag like any other damaged one."""
+def test_a_tag_with_a_damaged_published_file_does_not_hide_others(tmp_path: Path) -> None:
+    """`fallback` skips such a tag like any other damaged one."""
     for tag, step in (("new", 9), ("old", 3)):
         write_checkpoint(tmp_path, TINY, random_state(TINY, 0), Topology(1, 1), tag=tag, run=Run(step))
     touch(tmp_path / "broken", PUBLISHED)
@@ -367,7 +367,7 @@ def test_tags_without_a_seal_are_listed_if_others_have_one(tmp_path: Path, monke
 
 
 def name_by_sequence_rank(files: dict[str, Any], sp: int) -> dict[str, Any]:
-    """The files as DeepSpeed before 0.19.8 names them with ALST's mpu."""
+    """Name files like DeepSpeed before 0.19.8 with ALST's mpu."""
     found = {}
     for name, content in files.items():
         rank = re.match(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_", name)
@@ -377,7 +377,7 @@ def name_by_sequence_rank(files: dict[str, Any], sp: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("sp", [2, 4])
 @pytest.mark.parametrize("topology", [Topology(1, 4, "bf16"), Topology(3, 4)], ids=lambda each: each.label)
-def test_files_named_by_sequence_parallel_rank(tmp_path: Path, topology: Topology, sp: int) -> None:
+def test_files_named_by_sequence_parallel_rank_are_read(tmp_path: Path, topology: Topology, sp: int) -> None:
     model = Model((Param("a", (3, 5)), Param("b", (7,))))
     files = build_files(model, random_state(model, 0, precision=topology.precision), topology)
     write_files(tmp_path / "plain", files)
@@ -393,8 +393,8 @@ def test_files_named_by_sequence_parallel_rank(tmp_path: Path, topology: Topolog
     assert [each for each in index.unnoticed if "sequence-parallel rank" in each] and not plain.unnoticed
 
 
-def test_missing_shards_of_tensor_parallel_ranks_are_not_taken_for_sequence_ranks(tmp_path: Path) -> None:
-    """The remaining files are numbered as under sequence parallelism."""
+def test_missing_tensor_parallel_shards_do_not_look_like_sequence_parallel_names(tmp_path: Path) -> None:
+    """The remaining files have the same numbers as under sequence parallelism."""
     model = Model((Param("a", (4, 5)), Param("b", (8,))))
     topology = Topology(1, 2, tp=2)
     files = build_files(model, random_state(model, 0), topology, cut=lambda _, tensor, tp, rank: tensor.chunk(tp)[rank])

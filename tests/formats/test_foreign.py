@@ -65,13 +65,13 @@ def nest(weights: Any, states: Any) -> Any:
 
 
 def put_apart(weights: Any, states: Any) -> Any:
-    """As torchtitan, with the model's names at the top."""
+    """Nest like torchtitan, with the model's names at the top level."""
     train = {"step": torch.tensor(3, dtype=torch.int32)}
     return {**weights, "optimizer": states, "lr_scheduler": {"last_epoch": 3}, "train_state": train}
 
 
 def check_index(index: AtomicIndex, trained: Any) -> None:
-    """Weights, states, steps and groups by name."""
+    """Check weights, states, steps and groups by name."""
     model, optimizer = trained
     names = {param: name for name, param in model.named_parameters()}
     saved = dict(model.state_dict())
@@ -98,20 +98,22 @@ def check_index(index: AtomicIndex, trained: Any) -> None:
 @pytest.mark.parametrize(
     "outer", [nest, put_apart, lambda *both: {"app": {**nest(*both), "epoch": 4}}], ids=["nested", "apart", "deep"]
 )
-def test_models_under_any_words(tmp_path: Path, trained: Any, outer: Callable[[Any, Any], Any], flatten: bool) -> None:
+def test_models_and_optimizers_are_found_under_any_outer_keys(
+    tmp_path: Path, trained: Any, outer: Callable[[Any, Any], Any], flatten: bool
+) -> None:
     check_index(open_alone(save_dcp(tmp_path / "it", trained, outer=outer, flatten=flatten)), trained)
 
 
 @pytest.mark.parametrize("kept", [("metadata.json", "common.pt"), ("common.pt",), ()], ids=str)
 def test_checkpoints_of_megatron_core_are_refused(tmp_path: Path, kept: Sequence[str]) -> None:
-    """Also without the files that such a save writes last."""
+    """Such a save is refused even without the files that it writes last."""
     dcp.save({"decoder.weight": torch.ones(2), "rng_state/shard_0_1": b"state"}, checkpoint_id=tmp_path)
     for name in kept:
         (tmp_path / name).write_text("{}")
     check_refused(tmp_path, "Convert it with Megatron-Bridge to Hugging Face's format", UnsupportedError)
 
 
-def test_a_model_without_its_optimizer(tmp_path: Path, trained: Any) -> None:
+def test_a_model_without_its_optimizer_opens(tmp_path: Path, trained: Any) -> None:
     index = open_alone(save_dcp(tmp_path / "it", trained, outer=lambda weights, _: {"model": weights}))
     assert {key.state for key in index.atoms} == {MODULE}
     assert index.is_weights_alone
@@ -129,9 +131,9 @@ def test_states_without_a_weight_are_a_warning(tmp_path: Path, trained: Any, cap
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
-def test_states_by_number_are_refused_with_the_way_to_save_them(tmp_path: Path, trained: Any, kind: str) -> None:
+def test_states_by_number_are_refused_with_advice_to_save_names(tmp_path: Path, trained: Any, kind: str) -> None:
     model, optimizer = trained
-    if kind == "SGD":  # which has param groups alone
+    if kind == "SGD":  # an optimizer with param groups but without states
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tree = {"model": model.state_dict(), "optim": optimizer.state_dict()}
     dcp.save(tree, checkpoint_id=tmp_path / "it", no_dist=True)
@@ -140,8 +142,8 @@ def test_states_by_number_are_refused_with_the_way_to_save_them(tmp_path: Path, 
     assert not index.is_weights_alone
 
 
-def test_states_of_other_shapes_than_their_weights_are_not_taken(tmp_path: Path, trained: Any) -> None:
-    """Also with equal numbers of elements."""
+def test_states_of_other_shapes_than_their_weights_are_irregular(tmp_path: Path, trained: Any) -> None:
+    """The number of elements may be equal."""
     weights, states = get_state_dict(*trained)
     held = states["state"]["first.weight"]
     states["state"]["first.weight"] = {**held, "exp_avg": held["exp_avg"].T.contiguous()}
@@ -162,7 +164,7 @@ def test_states_of_other_shapes_than_their_weights_are_not_taken(tmp_path: Path,
     [(torch.ones(4, 3).t(), "its memory is not contiguous"), (torch._neg_view(torch.ones(2)), "torch's neg or conj")],
     ids=["turned", "negated"],
 )
-def test_turned_and_negated_tensors_are_refused(tmp_path: Path, kind: str, tensor: torch.Tensor, text: str) -> None:
+def test_transposed_and_negated_tensors_are_refused(tmp_path: Path, kind: str, tensor: torch.Tensor, text: str) -> None:
     if kind == "dcp":
         dcp.save({"model": {"w": tensor}}, checkpoint_id=tmp_path, no_dist=True)
     else:
@@ -183,13 +185,13 @@ def test_several_models_or_optimizers_are_ambiguous(tmp_path: Path, trained: Any
     check_index(open_alone(tmp_path / "average"), trained)
     check_refused(tmp_path / "any", r"several models .*avg\., net\.", UnsupportedError)
     check_refused(tmp_path / "optimizers", "several optimizers in it hold states of first.bias", UnsupportedError)
-    for name in ("pytorch_model_fsdp_0", "pytorch_model_fsdp_1"):  # of Accelerate's
+    for name in ("pytorch_model_fsdp_0", "pytorch_model_fsdp_1"):  # Accelerate's names
         dcp.save({"model": weights}, checkpoint_id=tmp_path / "two" / name, no_dist=True)
     check_refused(tmp_path / "two", "fsdp_0 and pytorch_model_fsdp_1 both hold")
 
 
 def test_files_of_another_step_are_a_warning(tmp_path: Path, trained: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """The optimizer of an older save, a trainer's state, and torchtitan's counter."""
+    """For example an older optimizer, a trainer's state, or torchtitan's counter."""
     weights, states = get_state_dict(*trained)
     for name, tree in (("pytorch_model_fsdp_0", {"model": weights}), ("optimizer_0", {"optimizer": states})):
         dcp.save(tree, checkpoint_id=tmp_path / name, no_dist=True)
@@ -202,7 +204,7 @@ def test_files_of_another_step_are_a_warning(tmp_path: Path, trained: Any, caplo
         open_alone(tmp_path)
         found.append(("counts 4 steps, the optimizer 3" in caplog.text, "written 5 hours" in caplog.text))
     assert found == [(False, False), (True, False), (False, True)]
-    for step in (2, 4):  # fp16 skips steps of the optimizer's, and never of the trainer's
+    for step in (2, 4):  # fp16 skips steps of the optimizer, never of the trainer
         state.write_text(f'{{"global_step": {step}}}')
         (tmp_path / "scaler.pt").touch()
         caplog.clear()
@@ -239,12 +241,12 @@ WEIGHT = "model.first.weight"
 
 
 def place(**fields: Any) -> Callable[[Any], object]:
-    """Change the place of a tensor's block."""
+    """Change the position of a tensor's block."""
     return lambda metadata: vars(find_info(metadata, WEIGHT)).update(fields)
 
 
 def overlap(metadata: Any) -> None:
-    """A second block of 64 elements that begins in the middle of the first."""
+    """Add a second block of 64 elements that begins in the middle of the first."""
     item = metadata.state_dict_metadata["model.first.bias"]
     item.size = torch.Size([96])
     item.chunks.append(ChunkStorageMetadata(torch.Size([32]), torch.Size([64])))
@@ -258,12 +260,12 @@ def point_elsewhere(metadata: Any) -> None:
 
 
 def name_at_length(metadata: Any) -> None:
-    """A name that has as many prefixes as words."""
+    """Add a name with as many prefixes as words."""
     metadata.state_dict_metadata["param_groups." * 50_000] = metadata.state_dict_metadata[WEIGHT]
 
 
 def nest_path(metadata: Any) -> None:
-    """Text of 2^60 characters in 60 opcodes."""
+    """Add a text of 2^60 characters in 60 opcodes."""
     name: Any = "x"
     for _ in range(60):
         name = (name, name)
@@ -312,8 +314,8 @@ def test_an_invalid_step_is_refused(tmp_path: Path, step: Any) -> None:
     check_refused(tmp_path, "for a step|is wanted|without its place", (CheckpointError, UnsupportedError))
 
 
-def test_states_that_are_no_tensors(tmp_path: Path) -> None:
-    """Some optimizers keep the step as a number; other values cannot be given to the live optimizer."""
+def test_step_numbers_are_read_and_other_non_tensor_states_refused(tmp_path: Path) -> None:
+    """Some optimizers keep the step as a number. The live optimizer cannot accept other values."""
     tree = make_tree(PLAIN, random_state(PLAIN, 0))
     for held in tree["optim"]["state"].values():
         held |= {"step": 7, "unset": None}
@@ -329,7 +331,7 @@ def test_states_that_are_no_tensors(tmp_path: Path) -> None:
 
 
 def test_contradictory_trees_are_refused(tmp_path: Path) -> None:
-    """Groups without numbers; metadata files of two folders that describe one tensor."""
+    """Groups without numbers, and two metadata files that describe one tensor."""
     tree = {"a": torch.ones(2), "optim.param_groups.x.params": ["a"], "optim.state.a.exp_avg": torch.ones(2)}
     (tmp_path / "groups").mkdir()
     write_dcp(tmp_path / "groups", tree, lambda tensor: [1])
@@ -340,7 +342,7 @@ def test_contradictory_trees_are_refused(tmp_path: Path) -> None:
     check_refused(tmp_path / "two", r"model\.a as float32 of shape \(3,\) and as float32 of shape \(2,\)")
 
 
-def test_moments_may_be_of_another_element_type_than_weights(tmp_path: Path) -> None:
+def test_moments_may_have_another_dtype_than_weights(tmp_path: Path) -> None:
     tree = make_tree(PLAIN, random_state(PLAIN, 0))
     tree["model"]["a.weight"] = tree["model"]["a.weight"].bfloat16()
     write_dcp(tmp_path, tree, lambda tensor: [2, 2][: tensor.dim()])
@@ -357,15 +359,15 @@ class Harm:
         return (open, ("harm", "w"))
 
 
-def test_no_code_of_a_metadata_file_runs(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_metadata_file_runs_no_code(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(saved)
     change_metadata(saved, lambda metadata: metadata.planner_data.update(x=Harm()))
     open_alone(saved)
     assert not (saved / "harm").exists()
 
 
-def test_whole_weights_with_an_optimizer_file(tmp_path: Path, trained: Any) -> None:
-    """By name as under FSDP; by number its states are refused, the weights are not."""
+def test_whole_weights_with_an_optimizer_file_open(tmp_path: Path, trained: Any) -> None:
+    """States by name (FSDP) are read. States by number are refused; the weights still open."""
     weights, states = get_state_dict(*trained)
     torch.save(weights, tmp_path / "pytorch_model_fsdp.bin")
     save_file(weights, tmp_path / "model.safetensors")
@@ -380,7 +382,7 @@ def test_whole_weights_with_an_optimizer_file(tmp_path: Path, trained: Any) -> N
         check_refused(tmp_path, "not an optimizer's", UnsupportedError)
 
 
-def test_model_states_make_a_folder_deepspeeds(tmp_path: Path, trained: Any) -> None:
+def test_a_folder_with_model_states_is_read_as_deepspeeds(tmp_path: Path, trained: Any) -> None:
     folder = save_dcp(tmp_path / "it", trained, outer=nest)
     (folder / "mp_rank_00_model_states.pt").touch()
     check_refused(folder, "mp_rank_00")
@@ -390,7 +392,7 @@ def test_model_states_make_a_folder_deepspeeds(tmp_path: Path, trained: Any) -> 
 
 
 def make_tensor(folder: Path, shape: tuple[int, int], *boxes: tuple[int, int, int, int]) -> Any:
-    """A tensor in blocks (row, column, rows, columns), in a sparse file: contents and table."""
+    """Make a tensor in blocks (row, column, rows, columns) of a sparse file; return contents and table."""
     chunks, at = [], 0
     for row, column, *block in boxes:
         nbytes = block[0] * block[1] * 4
@@ -405,13 +407,13 @@ def make_tensor(folder: Path, shape: tuple[int, int], *boxes: tuple[int, int, in
 
 
 def cut_irregularly(rows: int) -> list[tuple[int, int, int, int]]:
-    """In each half of the rows columns of other widths: two pieces for each row."""
+    """Cut each half of the rows into columns of other widths, which makes two pieces for each row."""
     half = rows // 2
     return [(0, 0, half, 1), (0, 1, half, 3), (half, 0, half, 2), (half, 2, half, 2)]
 
 
 def test_the_number_of_irregular_pieces_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are counted before they are made: a sparse file has room for a billion rows."""
+    """They are counted before they are allocated: a sparse file may describe a billion rows."""
     with pytest.raises(UnsupportedError, match="w is cut irregularly, .* more than 4194304 pieces"):
         make_index(*make_tensor(tmp_path, (10**9, 4), *cut_irregularly(10**9)))
     monkeypatch.setattr(contents, "_MOST_RUNS", 24)
@@ -421,7 +423,7 @@ def test_the_number_of_irregular_pieces_is_limited(tmp_path: Path, monkeypatch: 
         make_index(*make_tensor(tmp_path, (14, 4), *cut_irregularly(14)))
 
 
-def test_a_grid_is_as_many_pieces_as_it_has_blocks(tmp_path: Path) -> None:
+def test_a_grid_has_one_piece_for_each_block(tmp_path: Path) -> None:
     half = 10**9 // 2
     grid = [(row, column, half, 2) for column in (0, 2) for row in (0, half)]
     (atom,) = make_index(*make_tensor(tmp_path, (10**9, 4), *grid)).atoms.values()
@@ -453,7 +455,7 @@ def test_a_grid_with_a_fault_is_refused(tmp_path: Path, grid: list[Any], message
 
 
 def test_an_index_in_a_store_equals_that_of_a_folder(saved: Path) -> None:
-    """Headers are asked for ahead, as pieces of large files."""
+    """Headers are prefetched as ranges of large files."""
     clear_memory()
     put_folder(saved, "memory://foreign/it")
     here, there = open_alone(saved), open_checkpoint("memory://foreign/it", Comm())
@@ -462,12 +464,12 @@ def test_an_index_in_a_store_equals_that_of_a_folder(saved: Path) -> None:
     assert (there.scalars, there.groups) == (here.scalars, here.groups)
 
 
-# -- there and back ---------------------------------------------------------------------------------------------------
+# -- exports ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
-def test_an_export_can_be_opened(tmp_path: Path, layout: str) -> None:
-    """Masters, states, steps and hyper-parameters of a DeepSpeed save that has been exported."""
+def test_an_export_opens_with_the_values_of_its_source(tmp_path: Path, layout: str) -> None:
+    """Masters, states, steps and hyper-parameters are equal."""
     index = open_model(tmp_path, TOPOLOGIES[0])
     export_dcp(index, str(tmp_path / "out"), options=ExportOptions(), layout=layout)
     back = open_alone(tmp_path / "out")
@@ -487,7 +489,9 @@ def test_an_export_can_be_opened(tmp_path: Path, layout: str) -> None:
 
 
 @pytest.mark.parametrize("tiled", [False, True])
-def test_commands_accept_it(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], tiled: bool) -> None:
+def test_commands_accept_dcp_checkpoints(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], tiled: bool
+) -> None:
     if tiled:  # each tensor is cut in two along each dimension
         (tmp_path / "tiles").mkdir()
         write_dcp(tmp_path / "tiles", read_all(saved), lambda tensor: [2, 2][: tensor.dim()])
@@ -518,7 +522,7 @@ def test_commands_report_weights_without_states(tmp_path: Path, capsys: pytest.C
 
 @pytest.mark.parametrize("adapter", ["default", "other"])
 def test_weights_of_an_adapter_get_the_names_of_its_states(tmp_path: Path, adapter: str) -> None:
-    """FSDP saves weights as PEFT's file names them, and states as the model does."""
+    """FSDP saves weights under the names of PEFT's file, and states under the names of the model."""
     root, weight = "base_model.model", torch.zeros(2, 2)
     weights = {f"{root}.a.lora_A.weight": weight + 1, f"{root}.a.lora_B.weight": weight, f"{root}.b.weight": weight}
     live = [f"{root}.a.lora_{kind}.{adapter}.weight" for kind in "AB"] + [f"{root}.b.modules_to_save.{adapter}.weight"]
@@ -531,8 +535,8 @@ def test_weights_of_an_adapter_get_the_names_of_its_states(tmp_path: Path, adapt
     assert "adapter" in index.dropped
 
 
-def test_weights_of_a_base_keep_their_names(tmp_path: Path) -> None:
-    """A model's tensor may have a name of PEFT's files."""
+def test_weights_of_a_base_model_keep_their_names(tmp_path: Path) -> None:
+    """A base model may have a tensor with a name as in PEFT's files."""
     weights = {"a.lora_A.weight": torch.zeros(2), "a.weight": torch.zeros(2)}
     dcp.save({"model": weights}, checkpoint_id=tmp_path, no_dist=True)
     index = open_alone(tmp_path)

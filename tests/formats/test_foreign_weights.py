@@ -1,4 +1,4 @@
-"""Folders of weights: files that are odd, damaged, or made to harm, and the choice of files."""
+"""Folders of weights: unusual, damaged or harmful files, and the choice of files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FORM = "a form that is not supported"
 
 
 def tell(**changed: Any) -> dict[str, Any]:
-    """The entry of two numbers in a header."""
+    """Make a header's entry of two numbers."""
     return {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changed}
 
 
@@ -102,8 +102,8 @@ def write_shard(folder: Path, number: int, tensors: dict[str, tuple[torch.Tensor
     return path
 
 
-def test_shards_of_each_rank_are_joined_as_torch_joins_them(tmp_path: Path) -> None:
-    """Of two ranks, without consolidation: cut rows, cut columns, and a tensor that one rank has whole."""
+def test_shards_of_ranks_are_joined_like_torchs_consolidation(tmp_path: Path) -> None:
+    """Two ranks have cut rows, cut columns, and a whole tensor on one rank."""
     rows, columns = torch.arange(15.0).view(5, 3), torch.arange(8.0).view(2, 4).bfloat16()
     whole, joined = torch.arange(2.0), tmp_path / "joined"
     joined.mkdir()
@@ -129,7 +129,7 @@ def test_shards_of_each_rank_are_joined_as_torch_joins_them(tmp_path: Path) -> N
         open_alone(tmp_path)
 
 
-def test_a_file_truncated_after_its_header_was_read(tmp_path: Path) -> None:
+def test_a_file_truncated_after_its_header_was_read_is_an_error(tmp_path: Path) -> None:
     save_file({"a": torch.ones(9), "b": torch.ones(9)}, tmp_path / "model.safetensors")
     index = open_alone(tmp_path)
     os.truncate(tmp_path / "model.safetensors", (tmp_path / "model.safetensors").stat().st_size - 20)
@@ -138,8 +138,8 @@ def test_a_file_truncated_after_its_header_was_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
-def test_numbered_files_without_an_index(tmp_path: Path, kind: str) -> None:
-    """All of them are the model, each name once; one that is not there is missed."""
+def test_numbered_files_without_an_index_are_one_model(tmp_path: Path, kind: str) -> None:
+    """Each name may occur once. A gap in the numbers is an error."""
     save = save_file if kind == "safetensors" else torch.save
     stem = {"safetensors": "model", "bin": "pytorch_model"}[kind]
     last = tmp_path / f"{stem}-00002-of-00002.{kind}"
@@ -152,8 +152,8 @@ def test_numbered_files_without_an_index(tmp_path: Path, kind: str) -> None:
     check_refused(tmp_path, f"{last.name} missing")
 
 
-def test_ties_across_files_are_no_ties(tmp_path: Path) -> None:
-    """A file's second copy of a tensor does not stand for the one that the index takes from another file."""
+def test_equal_tensors_of_different_files_are_not_tied(tmp_path: Path) -> None:
+    """The index takes `embed` from another file, so `head`, equal to this file's copy, is not a tie."""
     old, new = torch.zeros(2), torch.ones(2)
     torch.save({"embed": new}, tmp_path / "pytorch_model-1.bin")
     torch.save({"embed": old, "head": old}, tmp_path / "pytorch_model-2.bin")
@@ -177,7 +177,7 @@ def write_content(path: Path, content: Any) -> None:
 
 WEIGHTS = "model.safetensors.index.json"
 ONE, OTHER = {"a": torch.zeros(2)}, {"b": torch.ones(2)}
-EMPTY = "holds no tensors: .*stage3_gather_16bit_weights"  # trainers write such files under ZeRO 3
+EMPTY = "holds no tensors: .*stage3_gather_16bit_weights"  # such files are by trainers under ZeRO 3
 MAPS: list[tuple[type[UcpError], Any, str]] = [
     (CheckpointError, {"a": "model-2.safetensors"}, "missing"),
     (CheckpointError, {"b": "model-1.safetensors"}, "do not contain"),
@@ -220,7 +220,6 @@ def test_contradictory_files_are_refused(
 
 
 def test_contents_next_to_a_state_dict_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As scripts save them."""
     tree = {"model": {**ONE, "b": object}, "optimizer_state_dict": {"state": {}}, "module": OTHER, "epoch": 3}
     torch.save(tree, tmp_path / "model.pt")
     assert [key.name for key in open_alone(tmp_path).atoms] == ["a"]
@@ -229,16 +228,17 @@ def test_contents_next_to_a_state_dict_are_a_warning(tmp_path: Path, caplog: pyt
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_extra_states_are_no_weights(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As those of Transformer Engine, which are tensors."""
+def test_extra_states_are_ignored_with_a_warning(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Extra states of Transformer Engine are tensors."""
     saved = {"a": torch.ones(2), "a._extra_state": torch.zeros(3, dtype=torch.uint8)}
     (save_file if name.endswith(".safetensors") else torch.save)(saved, tmp_path / name)
     assert [key.name for key in open_alone(tmp_path).atoms] == ["a"]
     assert "not loaded by the engine, since it is an extra state of a module: a._extra_state." in caplog.text
 
 
-def test_contents_of_an_optimizers_file_that_are_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Values that the live optimizer cannot be given do not keep the weights from being loaded."""
+def test_unusable_contents_of_an_optimizer_file_do_not_prevent_a_load_of_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     torch.save(ONE, tmp_path / "pytorch_model.bin")
     groups = [{"params": ["a"], "lr": 1e-3}]
     for state, text in (({"unset": None}, ""), ({"mode": "fast"}, "numbers: a.mode ('fast'). Load only the weights")):
@@ -252,7 +252,7 @@ def test_contents_of_an_optimizers_file_that_are_not_read(tmp_path: Path, caplog
         )
 
 
-def test_ties_of_a_state_dict(tmp_path: Path) -> None:
+def test_entries_of_a_state_dict_with_one_storage_are_ties(tmp_path: Path) -> None:
     """A tensor may have an empty name."""
     weight = torch.randn(3, 2)
     saved = {"embed": weight, "head": weight, "bias": torch.zeros(0), "": torch.ones(2)}
@@ -263,8 +263,7 @@ def test_ties_of_a_state_dict(tmp_path: Path) -> None:
     check_same(read, {name: saved[name] for name in read})
 
 
-def test_tensors_that_share_a_storage(tmp_path: Path) -> None:
-    """Each begins elsewhere in the record."""
+def test_tensors_at_different_offsets_of_one_storage_are_read(tmp_path: Path) -> None:
     storage = torch.arange(6.0)
     saved = {"a": storage[:2], "b": storage[2:].view(2, 2)}
     torch.save(saved, tmp_path / "pytorch_model.bin")
@@ -276,7 +275,7 @@ def test_tensors_that_share_a_storage(tmp_path: Path) -> None:
 
 
 def write_files(folder: Path, *files: str) -> None:
-    """Each file has a tensor that is named for it; an index names the shards alone."""
+    """Write files, each with a tensor named after it. An index lists only the shards."""
     for file in files:
         name = file.split(".")[0]
         if file.endswith(".safetensors"):
@@ -303,7 +302,7 @@ SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
         (["adapter_model.safetensors"], ["adapter_model.bin"]),
     ],
 )
-def test_the_model_of_transformers_is_chosen_with_a_warning(
+def test_transformers_model_files_are_preferred_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, taken: list[str], left: list[str]
 ) -> None:
     write_files(tmp_path, *taken, *left)
@@ -313,7 +312,7 @@ def test_the_model_of_transformers_is_chosen_with_a_warning(
     assert all(name in message for name in left if name != WEIGHTS)
 
 
-def test_variants_and_links_of_the_hubs_cache_are_models(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_variants_and_links_in_the_hubs_cache_open_as_models(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_files(tmp_path, "model.fp16.safetensors")
     (tmp_path / "snapshots" / "abc").mkdir(parents=True)
     (tmp_path / "snapshots" / "abc" / "model.safetensors").symlink_to("../../model.fp16.safetensors")
@@ -338,21 +337,21 @@ def test_variants_and_links_of_the_hubs_cache_are_models(tmp_path: Path, caplog:
     ],
 )
 def test_quantized_weights_are_refused(tmp_path: Path, config: object, name: str, text: str) -> None:
-    """By the configuration, or by the names of their scales."""
+    """The configuration or the names of scales identify them."""
     save_file({"a.weight": torch.ones(2).to(torch.float8_e4m3fn), name: torch.ones(1)}, tmp_path / "model.safetensors")
     if config:
         (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
     check_refused(tmp_path, rf"quantized \({text}\).*dequantize", UnsupportedError)
 
 
-def test_an_old_adapter_of_peft_s(tmp_path: Path) -> None:
+def test_an_adapter_of_an_old_peft_release_opens(tmp_path: Path) -> None:
     torch.save({"base_model.model.q.lora_A.weight": torch.ones(2, 3)}, tmp_path / "adapter_model.bin")
     (tmp_path / "adapter_config.json").write_text("{}")
     assert [key.name for key in open_alone(tmp_path).atoms] == ["base_model.model.q.lora_A.default.weight"]
 
 
-def test_ties_of_an_adapter(tmp_path: Path) -> None:
-    """As PEFT writes an embedding and a tied head that are both in modules_to_save, without safetensors."""
+def test_tied_modules_to_save_of_an_adapter_are_ties(tmp_path: Path) -> None:
+    """An embedding and a tied head are both in modules_to_save; PEFT writes them without safetensors."""
     weight = torch.ones(2, 3)
     saved = {f"base_model.model.{name}.lora_A.weight": weight for name in ("q", "v")}
     torch.save(saved, tmp_path / "adapter_model.bin")
@@ -362,7 +361,7 @@ def test_ties_of_an_adapter(tmp_path: Path) -> None:
 
 
 def test_states_by_number_are_ignored_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As the Trainer leaves them without FSDP."""
+    """The Trainer saves such states without FSDP."""
     write_files(tmp_path, "model.safetensors")
     for name in ("optimizer.pt", "scheduler.pt"):
         (tmp_path / name).write_bytes(b"")

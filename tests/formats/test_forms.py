@@ -1,4 +1,4 @@
-"""Saves in other forms: everything reads them as it reads the usual one.
+"""Saves in other forms: loads and commands accept them like the usual form.
 
 The fast writer of DeepSpeed names its files `<name>-<writer>.<writers>`. An object store has the files of a tag in a
 folder below it.
@@ -36,7 +36,7 @@ MODEL = Model((Param("a", (3, 5)), Param("b", (7,))))
 
 @pytest.fixture
 def folders(tmp_path: Path) -> tuple[Path, Path]:
-    """A save of four ranks, and the same as two writers and two ranks that are none leave it."""
+    """A save of four ranks, and the same save written by two writers and by two ranks without writer."""
     topology = Topology(1, 4)
     plain = write_checkpoint(tmp_path / "plain", MODEL, random_state(MODEL, 0), topology)
     fast = write_checkpoint(tmp_path / "fast", MODEL, random_state(MODEL, 0), topology)
@@ -59,14 +59,14 @@ def test_other_ranks_copies_are_warnings_even_if_damaged(folders: tuple[Path, Pa
 
 
 @pytest.mark.parametrize("name", [f"{STATES}-0.2", f"{shard(2)}-1.2"])
-def test_a_damaged_file_is_named(folders: tuple[Path, Path], name: str) -> None:
+def test_a_damaged_file_of_the_fast_writer_is_refused_by_name(folders: tuple[Path, Path], name: str) -> None:
     path = folders[1] / name
     path.write_bytes(path.read_bytes()[:-40])
     check_refused(folders[1], f"{name}: no zip directory")
 
 
-def write_over(folder: Path, model: Model, writer: str) -> Path:
-    """As a second save into a tag: what is longer keeps its end."""
+def overwrite_in_place(folder: Path, model: Model, writer: str) -> Path:
+    """Write over a tag like a second save: a longer old file keeps its end."""
     topology = Topology(1, 2)
     plain = write_checkpoint(folder / "once", model, random_state(model, 0), topology)
     tag = folder / "tag"
@@ -85,9 +85,11 @@ def write_over(folder: Path, model: Model, writer: str) -> Path:
     ],
     ids=["shorter", "other writers"],
 )
-def test_a_save_into_an_older_tag_says_what_to_do(tmp_path: Path, rows: int, writer: str, words: str) -> None:
-    write_over(tmp_path, Model((Param("a", (300, 5)),)), "0.2")
-    tag = write_over(tmp_path, Model((Param("a", (rows, 5)),)), writer)
+def test_files_with_the_end_of_an_older_save_are_refused_with_advice(
+    tmp_path: Path, rows: int, writer: str, words: str
+) -> None:
+    overwrite_in_place(tmp_path, Model((Param("a", (300, 5)),)), "0.2")
+    tag = overwrite_in_place(tmp_path, Model((Param("a", (rows, 5)),)), writer)
     check_refused(tag, words)
 
 
@@ -96,7 +98,7 @@ def test_a_missing_file_is_named(folders: tuple[Path, Path]) -> None:
     check_refused(folders[1], f"{shard(3)} is missing")
 
 
-def test_a_seal_and_a_conversion_take_them(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_seal_and_convert_accept_files_of_the_fast_writer(folders: tuple[Path, Path], tmp_path: Path) -> None:
     made = [tmp_path / name for name in ("of-plain", "of-fast")]
     for folder, destination in zip(folders, made, strict=True):
         seal_folder(str(folder), Comm())
@@ -127,7 +129,7 @@ def tag(tmp_path: Path) -> Path:
     return made
 
 
-def test_a_published_tag_is_found_and_read(tag: Path, tmp_path: Path) -> None:
+def test_a_published_tag_is_found_and_loaded(tag: Path, tmp_path: Path) -> None:
     place, name = str(tmp_path), tag.name
     assert find_tags(place) == [name] and check_tag(place, name) == str(tag) and find_checkpoint(place) == str(tag)
     assert not holds_foreign(str(tag)) and is_sealed([place], name) and find_mark(place, name)
@@ -148,19 +150,19 @@ def test_files_of_an_earlier_save_in_the_tag_do_not_count(tag: Path, tmp_path: P
 
 
 def test_an_unpublished_folder_is_not_read(tag: Path, tmp_path: Path) -> None:
-    """An upload that has not come to its end."""
+    """It is from an incomplete upload."""
     (tag / "ucp_published.json").unlink()
     assert find_tags(str(tmp_path)) == [] and not is_sealed([str(tmp_path)], tag.name)
     check_refused(tag, "no model states")
 
 
-def test_a_save_into_a_local_copy_of_it(tag: Path) -> None:
-    """DeepSpeed has saved into the tag itself: the older files below it are not loaded in place of these."""
+def test_a_deepspeed_save_into_a_local_copy_replaces_the_published_files(tag: Path) -> None:
+    """The older files are in a folder below the tag and are not loaded."""
     write_source(tag.parent / "later", 5)
     for path in (tag.parent / "later").rglob("*.pt"):
         path.rename(tag / path.name)
     check_refused(tag, r"files of two saves.*remove ucp_published\.json")
-    remove_seal(str(tag))  # a save with the plugin does
+    remove_seal(str(tag))  # like a save with the plugin
     assert {os.path.dirname(file.path) for file in open_alone(tag).files} == {str(tag)}
 
 
@@ -170,7 +172,7 @@ def test_invalid_folder_names_are_refused(name: object, tag: Path) -> None:
     check_refused(tag, r"ucp_published\.json")
 
 
-def test_the_commands_take_it(tag: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_accept_a_published_tag(tag: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", str(tmp_path), "--memory", str(tmp_path / "memory")]) == 0
     assert "a resume takes" in capsys.readouterr().out
     assert main(["verify", str(tmp_path)]) == 0
@@ -185,7 +187,7 @@ def test_a_published_tag_is_removed(tag: Path, tmp_path: Path) -> None:
     assert os.listdir(tag) == ["others"]
 
 
-def test_deepspeed_cannot_load_it(tag: Path) -> None:
+def test_deepspeeds_loader_is_not_chosen_for_a_published_tag(tag: Path) -> None:
     index = open_alone(tag)
     assert choice._list_elsewhere(index, str(tag)) == [choice._BELOW]
     assert "below the tag" in choice._BELOW

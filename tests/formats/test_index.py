@@ -1,4 +1,4 @@
-"""A checkpoint's index locates every element of every atom; its bytes are the state, bit by bit."""
+"""A checkpoint's index locates every element of every atom; its bytes equal the state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.synth import Model, Param, Run, Topology, partition_layout, random_st
 
 @examples(200)
 @given(case=cases())
-def test_the_index_is_the_state(case: Case) -> None:
+def test_the_indexed_bytes_equal_the_state(case: Case) -> None:
     with temporary_folder() as folder:
         path = case.write(folder)
         index = open_checkpoint(str(path), Comm(), Naming(case.model.live_groups))
@@ -47,7 +47,7 @@ def test_the_index_is_the_state(case: Case) -> None:
         ]
 
 
-def test_views_of_other_dtypes_are_no_ties() -> None:
+def test_views_with_another_dtype_are_no_ties() -> None:
     pieces = {dtype: Piece(FileRecord("data/0", 64, 24, 7), 0, (6,), dtype) for dtype in ("float32", "int32")}
     aliases: dict[str, str] = {}
     assert dict(drop_ties({**pieces, "again": pieces["int32"]}, aliases)) == pieces
@@ -57,7 +57,7 @@ def test_views_of_other_dtypes_are_no_ties() -> None:
 SMALL = Model((Param("a", (3, 5)), Param("b", (7,), group=1)))
 
 
-def test_counters_scaler_and_clipping_are_taken_over(tmp_path: Path) -> None:
+def test_the_index_has_counters_scaler_and_clipping(tmp_path: Path) -> None:
     run = Run(global_steps=12, global_samples=345, skipped_steps=2, clip_grad=0.5)
     path = write_checkpoint(tmp_path, SMALL, random_state(SMALL, 0, precision="fp16"), Topology(2, 3, "fp16"), run=run)
     index = open_alone(path)
@@ -91,7 +91,7 @@ def test_only_headers_are_read(tmp_path: Path, topology: Topology, legacy: bool)
 
 
 @pytest.mark.parametrize("topology", [Topology(1, 2), Topology(1, 2, "bf16", "bf16")], ids=lambda t: t.label)
-def test_older_releases_keep_parameters_without_elements_in_the_groups(tmp_path: Path, topology: Topology) -> None:
+def test_empty_parameters_in_groups_of_older_releases_are_read(tmp_path: Path, topology: Topology) -> None:
     def keep(content: Any) -> None:
         content["param_shapes"][1]["hollow"] = torch.Size((0, 2))
         content["module"]["hollow"] = torch.empty(0, 2)
@@ -105,7 +105,7 @@ def test_older_releases_keep_parameters_without_elements_in_the_groups(tmp_path:
 
 
 def test_views_in_another_order_are_no_ties(tmp_path: Path) -> None:
-    """A transposed one has the place and the shape of the other; a negated one also its strides."""
+    """A transposed view has the offset and shape of the other tensor; a negated view also its strides."""
     files = make_files(SMALL, Topology(1, 1))
     square = torch.arange(9.0).view(3, 3)
     negated = torch.complex(square, square + 1).conj().imag.contiguous()
@@ -118,7 +118,7 @@ def test_views_in_another_order_are_no_ties(tmp_path: Path) -> None:
     check_atom(index, AtomKey("negated", MODULE), -(square + 1))
 
 
-def test_names_lose_the_prefix_of_torch_compile(tmp_path: Path) -> None:
+def test_the_prefix_of_torch_compile_is_removed_from_names(tmp_path: Path) -> None:
     model = Model(
         (Param("_orig_mod.a", (3, 5)), Param("_orig_mod.b", (2,), frozen=True)), {"_orig_mod.c": torch.ones(2)}
     )

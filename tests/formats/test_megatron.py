@@ -66,7 +66,7 @@ def check_nested(folder: Path, topology: Topology, nest: Callable[..., Mapping[s
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda t: t.label)
-def test_megatrons_nested_module_has_the_names_joined(tmp_path: Path, topology: Topology) -> None:
+def test_keys_of_megatrons_nested_module_are_joined_to_names(tmp_path: Path, topology: Topology) -> None:
     assert check_nested(tmp_path, topology, nested_module) == {p.name for p in GPT.params if not p.frozen}
 
 
@@ -82,7 +82,7 @@ def wrap(module: Mapping[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("nest", [strip, wrap], ids=["shorter", "longer"])
 @pytest.mark.parametrize("topology", TOPOLOGIES[:3], ids=lambda t: t.label)
 def test_names_with_another_prefix_are_recognized(tmp_path: Path, topology: Topology, nest: Any) -> None:
-    """The frozen parameter, which ZeRO 1 lists nowhere, takes the prefix that all others have."""
+    """ZeRO 1 does not list the frozen parameter; it gets the common prefix of the others."""
     check_nested(tmp_path, topology, nest)
 
 
@@ -92,11 +92,11 @@ def rename(module: Mapping[str, Any]) -> dict[str, Any]:
     return {"weights": {f"w{i}": module[name] for i, name in enumerate(n for n in module if n not in kept)}, **kept}
 
 
-def test_copies_of_other_names_are_left_out(tmp_path: Path) -> None:
+def test_copies_under_unrelated_names_are_omitted(tmp_path: Path) -> None:
     assert not check_nested(tmp_path, Topology(2, 2, "bf16", tp=2), rename)
 
 
-def test_a_frozen_parameter_of_another_name_is_not_lost(tmp_path: Path) -> None:
+def test_a_frozen_parameter_under_an_unrelated_name_is_kept(tmp_path: Path) -> None:
     def lose(module: Mapping[str, Any]) -> dict[str, Any]:
         return {"weights": {f"w{i}": value for i, value in enumerate(module.values())}}
 
@@ -118,7 +118,7 @@ def test_a_frozen_parameter_of_another_name_is_not_lost(tmp_path: Path) -> None:
     ],
     ids=["equal", "shorter", "longer", "two fit", "none fits", "longest", "taken twice", "one without mate"],
 )
-def test_names_are_matched_where_one_fits(keys: list[str], names: set[str], found: dict[str, str]) -> None:
+def test_match_names_maps_keys_with_a_unique_match(keys: list[str], names: set[str], found: dict[str, str]) -> None:
     assert match_names(keys, names) == found
 
 
@@ -128,13 +128,13 @@ MODEL = Model((Param("a.col", (4, 3)), Param("b.row", (3, 4))))
 
 
 class Color(enum.Enum):
-    """A class that only exists here."""
+    """A class that other processes cannot import."""
 
     RED = "red"
 
 
 def open_with(folder: Path, *states: dict[str, Any], topology: Topology | None = None) -> dict[str, Any]:
-    """The hints of a checkpoint whose model-parallel ranks' files carry these client states."""
+    """Return the hints of a checkpoint whose model-parallel ranks saved these client states."""
     topology = topology or Topology(1, 2, tp=len(states))
     files = make_files(MODEL, topology)
     for name, content in files.items():
@@ -144,7 +144,7 @@ def open_with(folder: Path, *states: dict[str, Any], topology: Topology | None =
 
 
 @pytest.mark.parametrize("make", [universal_info, old_universal_info], ids=["newest", "2023"])
-def test_megatrons_client_state_is_taken_over(tmp_path: Path, make: Any) -> None:
+def test_hints_come_from_megatrons_client_state(tmp_path: Path, make: Any) -> None:
     args = megatron_args(tensor_model_parallel_size=2)
     info = make(args, 13)
     hints = open_with(tmp_path, *[client_state(args, 7, info)] * 2)
@@ -153,7 +153,7 @@ def test_megatrons_client_state_is_taken_over(tmp_path: Path, make: Any) -> None
     assert hints["args"] == vars(args)
 
 
-def test_objects_become_their_fields(tmp_path: Path) -> None:
+def test_objects_in_hints_become_dicts_of_their_fields(tmp_path: Path) -> None:
     affine = pytest.importorskip("deepspeed.checkpoint.affine")
     piece = affine.AffinePiece((2, 3), 0, (3, 1), 6, (3, 1), [1, 0], 0.5)
     info = {
@@ -189,7 +189,7 @@ def test_objects_become_their_fields(tmp_path: Path) -> None:
     assert (found["number"], found["set"], found["tensor"], found[1]) == (2.5, [1, 3], None, "kept")
 
 
-def test_only_plain_arguments_remain(tmp_path: Path) -> None:
+def test_hints_contain_only_plain_arguments(tmp_path: Path) -> None:
     args = Namespace(a=1, b="x", c=[1, None], d={"no": 1}, e=torch.ones(2), f=Color.RED, g=(1, 2), h=[[1]])
     assert open_with(tmp_path, {"args": args})["args"] == {"a": 1, "b": "x", "c": [1, None], "g": (1, 2)}
     assert open_with(tmp_path, {"args": {"a": 1, "d": {"no": 1}}})["args"] == {"a": 1}
@@ -199,7 +199,7 @@ def test_only_plain_arguments_remain(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "info", [torch.ones(2), "text", Color.RED, open_with], ids=["tensor", "text", "enum", "function"]
 )
-def test_values_other_than_dicts_are_ignored(tmp_path: Path, info: Any) -> None:
+def test_hints_other_than_dicts_are_ignored(tmp_path: Path, info: Any) -> None:
     assert INFO not in open_with(tmp_path, {INFO: info})
 
 
@@ -215,11 +215,11 @@ def test_hints_of_all_ranks_are_merged(tmp_path: Path) -> None:
     }
 
 
-def test_hints_that_the_first_rank_lacks_are_found() -> None:
+def test_hints_of_other_ranks_are_used_if_rank_0_lacks_them() -> None:
     assert join_hints([("a", {}), ("b", {"iteration": 3, INFO: {"x": 1}})]) == {"iteration": 3, INFO: {"x": 1}}
 
 
-def test_ranks_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+def test_contradictory_hints_of_ranks_are_refused(tmp_path: Path) -> None:
     states = [{INFO: {"affine_map": {"a": {"shape": (2, rank)}}}} for rank in range(2)]
     with pytest.raises(
         CheckpointError, match=r"mp_rank_01_.*\['affine_map'\]\['a'\]\['shape'\] is \(2, 1\), .*mp_rank_00"
@@ -229,7 +229,7 @@ def test_ranks_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
         open_with(tmp_path, {"iteration": 7}, {"iteration": 8})
 
 
-def test_zero3_files_of_further_ranks_need_not_repeat_it(tmp_path: Path) -> None:
+def test_zero3_files_of_further_ranks_may_lack_hints(tmp_path: Path) -> None:
     files = make_files(MODEL, Topology(3, 3, tp=2))
     for name, content in files.items():
         if "rank_0_mp" in name and "model" in name:

@@ -29,7 +29,7 @@ LIVE: dict[str, Any] = {
 
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[str, str]:
-    """Model and optimizer states of a rank whose engine was the live one."""
+    """Model and optimizer states that the live engine would save."""
     model, optim = tmp_path / "mp_rank_00_model_states.pt", tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
     shapes = [{"first.weight": torch.Size((7, 13))}, {EXPERT: torch.Size((5, 5))}]
     config = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
@@ -39,7 +39,7 @@ def files(tmp_path: Path) -> tuple[str, str]:
     return str(model), str(optim)
 
 
-def test_the_same_engine(files: tuple[str, str]) -> None:
+def test_files_of_the_same_engine_have_no_differences(files: tuple[str, str]) -> None:
     assert compare_own_files(*files, LIVE) == []
 
 
@@ -59,7 +59,7 @@ def test_the_same_engine(files: tuple[str, str]) -> None:
         ("expert-parallel degrees", [2, 4]),
     ],
 )
-def test_differences_are_named(key: str, value: Any, files: tuple[str, str]) -> None:
+def test_each_difference_from_the_engine_is_named(key: str, value: Any, files: tuple[str, str]) -> None:
     (text,) = compare_own_files(*files, {**LIVE, key: value})
     assert text.startswith(key)
     assert "→" in text
@@ -78,13 +78,13 @@ def test_stage_0_has_a_file_of_states_for_each_expert_parallel_rank(files: tuple
 
 
 def test_stage_0_has_states_in_the_order_of_the_module(files: tuple[str, str]) -> None:
-    """Names that one side alone has, such as frozen parameters, do not count."""
+    """Names that only one side has, such as frozen parameters, do not count."""
     torch.save({**torch.load(files[0]), "module": dict.fromkeys(("a", "b", "frozen", "c"))}, files[0])
     assert compare_own_files(files[0], None, {"order of parameters": ["a", "new", "b", "c"]}) == []
     assert compare_own_files(files[0], None, {"order of parameters": ["a", "c", "b"]}) == ["order of parameters b → c"]
 
 
-def test_other_files_are_refused(files: tuple[str, str]) -> None:
+def test_unreadable_files_are_refused(files: tuple[str, str]) -> None:
     Path(files[0]).write_bytes(b"nothing" * 20)
     with pytest.raises(CheckpointError):
         compare_own_files(*files, LIVE)

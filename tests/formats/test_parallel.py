@@ -46,7 +46,7 @@ def check_load(folder: Path, model: Model, topology: Topology, *, older: bool) -
     source = draw_state(model, topology)
     source.write(folder, Run(garbage=float("nan"), parallel_dimensions=not older))
     wanted = expect(source, Topology(1, 2))
-    if topology.keeps_lean_states:  # without hyper-parameters
+    if topology.keeps_lean_states:  # these have no hyper-parameters
         wanted = replace(wanted, state=replace(wanted.state, groups=({"lr": LIVE_LR},) * len(model.groups)))
     index, ranks = load_all(folder, wanted.make_targets(), make_config(model))
     check_content(ranks, wanted.state, wanted.locals)
@@ -60,12 +60,12 @@ def check_load(folder: Path, model: Model, topology: Topology, *, older: bool) -
 
 @pytest.mark.parametrize("topology", PLAIN_TOPOLOGIES, ids=lambda t: t.label)
 @pytest.mark.parametrize("older", [False, True], ids=["", "older"])
-def test_tensor_parallel_without_pipeline(tmp_path: Path, topology: Topology, *, older: bool) -> None:
+def test_tensor_parallel_saves_without_pipeline_load(tmp_path: Path, topology: Topology, *, older: bool) -> None:
     kinds = ["columns_uneven", "rows_uneven", "norm", "bias", "few", "gate_up", "column"]
     check_load(tmp_path, make_plain(kinds, frozen=["bias"]), topology, older=older)
 
 
-def test_ties_of_tensor_parallel_ranks(tmp_path: Path) -> None:
+def test_ties_of_tensor_parallel_ranks_are_read(tmp_path: Path) -> None:
     assert open_files(tmp_path, make_files(PLAIN, Topology(1, 2, tp=2))).resolve("head") == "a.col"
 
 
@@ -91,8 +91,8 @@ PIPE_TOPOLOGIES = [
 
 @pytest.mark.parametrize("topology", PIPE_TOPOLOGIES, ids=lambda t: t.label)
 @pytest.mark.parametrize("older", [False, True], ids=["one file", "older-two files"])
-def test_pipelines(tmp_path: Path, topology: Topology, *, older: bool) -> None:
-    """The tied head has a file or not."""
+def test_pipeline_saves_load(tmp_path: Path, topology: Topology, *, older: bool) -> None:
+    """The tied head has a file, or none."""
     blocks = [["columns_uneven", "bias"], ["rows_uneven", "norm"], ["column"], ["gate_up", "norm"], ["row"]]
     model = make_pipeline(blocks, frozen=["bias"])
     model = replace(model, layers=(*model.layers[:-1], Layer("embed", file=older)))
@@ -158,8 +158,8 @@ def test_copies_are_omitted_if_the_stage_of_a_tied_file_is_ambiguous(tmp_path: P
 BIDIRECTIONAL = Topology(1, 1, "bf16", pp=2, placement=bidirectional(7, 2))
 
 
-def test_buffers_of_tied_files_that_are_equal_are_taken_once(tmp_path: Path) -> None:
-    """Both ranks hold both ends of the pipeline: either may have written either file."""
+def test_equal_buffers_of_tied_files_are_read_once(tmp_path: Path) -> None:
+    """Both ranks hold both ends of the pipeline, so either may have written either file."""
     index = open_files(tmp_path, make_files(TWICE, BIDIRECTIONAL), Naming(TWICE.live_groups))
     buffer = "tied_modules.embed.scale"
     assert read_atom(index, index.atoms[AtomKey(buffer, MODULE)]).equal(TWICE.buffers[buffer])
@@ -178,7 +178,7 @@ def test_buffers_of_tied_files_that_may_differ_are_refused(tmp_path: Path, legac
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_tied_files_of_one_stage_are_compared(tp: int, tmp_path: Path) -> None:
-    """DeepSpeed's load takes the last file. Its buffers may differ: `parallel_write` is of several ranks."""
+    """DeepSpeed's load uses the last file. With `parallel_write` several ranks write, so buffers may differ."""
     axis = "" if tp == 1 else "-model_01"
     for key in ("col", "fixed", "scale"):
         files = make_files(TWICE, Topology(1, 2, "bf16", tp=tp))
@@ -192,7 +192,7 @@ def test_tied_files_of_one_stage_are_compared(tp: int, tmp_path: Path) -> None:
             open_files(tmp_path / key, files, Naming(TWICE.live_groups))
 
 
-def test_a_layer_of_frozen_parameters_alone_is_kept(tmp_path: Path) -> None:
+def test_a_layer_with_only_frozen_parameters_is_kept(tmp_path: Path) -> None:
     model = Model((Param("0.col", (4, 3)), Param("1.col", (4, 3), frozen=True)), {}, (Layer(), Layer()))
     topology = Topology(1, 1, "bf16", tp=2, pp=2, placement=((0, 1), ()))
     index = open_files(tmp_path, make_files(model, topology), Naming(model.live_groups))

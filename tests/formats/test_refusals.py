@@ -1,4 +1,4 @@
-"""Folders that are not one whole, supported checkpoint: the error names the file and the contradiction."""
+"""Incomplete, mixed or unsupported checkpoints: the error names the file and the contradiction."""
 
 from __future__ import annotations
 
@@ -66,17 +66,17 @@ def zero3_states(rank: int) -> str:
 
 
 def open_live(folder: Path, files: Files, model: Model = MODEL) -> AtomicIndex:
-    """A live engine's groups name a stage-0 source."""
+    """Open a stage-0 save with the names of a live engine's groups."""
     return open_files(folder, files, Naming(model.live_groups))
 
 
 def drop(*parts: str) -> Change:
-    """Remove the files whose names contain one of these."""
+    """Remove files by parts of their names."""
     return lambda files: {name: each for name, each in files.items() if not any(part in name for part in parts)}
 
 
 def mix(end: str, model: Model, topology: Topology, seed: int = 0, **other: Any) -> Change:
-    """Replace the files whose names end so by those of another checkpoint."""
+    """Replace files, by the end of their names, with files of another checkpoint."""
     found = make_files(model, topology, seed, **other)
     return lambda files: {**files, **{name: each for name, each in found.items() if name.endswith(end)}}
 
@@ -112,7 +112,7 @@ def chain(*changes: Change) -> Change:
 
 
 def keep_old_shards(stage: int) -> Change:
-    """An interrupted save over a whole one: the shards are of a run in another precision."""
+    """Interrupt a save over a complete one: the shards are from a run in another precision."""
     old = make_files(MODEL, Topology(stage, 2, "bf16"), 1)
     return lambda files: {**drop("optim")(files), **{name: each for name, each in old.items() if "optim" in name}}
 
@@ -248,7 +248,9 @@ KIND_OF = [(CheckpointError, REFUSED), (UnsupportedError, UNSUPPORTED), (Mismatc
 @pytest.mark.parametrize(
     ("kind", "row"), [pytest.param(kind, row, id=row[0]) for kind, rows in KIND_OF for row in rows]
 )
-def test_refused(kind: type[UcpError], row: tuple[str, Model, Topology, Change, str], tmp_path: Path) -> None:
+def test_inconsistent_checkpoints_are_refused(
+    kind: type[UcpError], row: tuple[str, Model, Topology, Change, str], tmp_path: Path
+) -> None:
     _, model, topology, change, text = row
     with pytest.raises(kind, match=text):
         open_live(tmp_path, change(make_files(model, topology)), model)
@@ -267,7 +269,7 @@ def test_any_missing_file_of_a_further_rank_or_layer_is_named(tmp_path: Path, mo
                 open_live(tmp_path / name, {key: each for key, each in files.items() if key != name}, model)
 
 
-def test_a_copy_of_another_ranks_legacy_file_is_recognised_by_its_parts(tmp_path: Path) -> None:
+def test_a_copy_of_another_ranks_legacy_file_is_detected_by_its_partitions(tmp_path: Path) -> None:
     write_files(tmp_path, make_files(MODEL, ZERO1), legacy=True)
     shutil.copy(tmp_path / shard(1), tmp_path / shard(2))
     check_refused(tmp_path, f"{shard(2)}: holds other parts of group 0")
@@ -279,7 +281,7 @@ def test_a_copy_of_another_ranks_legacy_file_is_recognised_by_its_parts(tmp_path
     ids=lambda t: t.label,
 )
 @pytest.mark.parametrize("end", [shard(0), shard(1), STATES], ids=["first", "second", "model"])
-def test_files_of_another_run_have_other_values(tmp_path: Path, topology: Topology, end: str) -> None:
+def test_files_of_another_run_are_refused_by_their_values(tmp_path: Path, topology: Topology, end: str) -> None:
     files = make_files(MODEL, topology)
     index = open_live(tmp_path / "whole", files)
     check_samples(index, index.atoms, Comm())
@@ -330,8 +332,8 @@ def test_leftovers_of_an_earlier_save_are_ignored_with_a_warning(
     assert {Path(file.path).name for file in index.files} <= files.keys()
 
 
-def test_supported_contents_pass(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Subfolders, weights without optimizer states, and any value of ``get_extra_state``."""
+def test_subfolders_weights_and_extra_states_are_accepted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """``get_extra_state`` may return any value."""
     (tmp_path / "sub").mkdir()
     open_live(tmp_path, make_files(MODEL, ZERO3))
     assert not caplog.records
@@ -343,7 +345,7 @@ def test_supported_contents_pass(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         assert open_live(tmp_path / str(number), files).find("a", "fp32")
 
 
-def test_copies_of_twin_modules_are_left_out(tmp_path: Path) -> None:
+def test_copies_of_a_module_with_a_second_name_are_omitted(tmp_path: Path) -> None:
     index = open_live(tmp_path, make_files(TWINS, Topology(1, 1, "bf16", tp=2, pp=2)), TWINS)
     assert {key.name for key in index.atoms if key.state == "copy"} == {"2.row"}
     assert len(index.instances) == 2
@@ -377,14 +379,14 @@ def test_stage0_with_other_groups_is_refused(tmp_path: Path, topology: Topology,
 @pytest.mark.parametrize("without", ["", "a"])
 @pytest.mark.parametrize("topology", [Topology(0), Topology(0, 1, "bf16")], ids=lambda t: t.label)
 def test_stage0_in_another_order_is_refused_by_shapes(tmp_path: Path, topology: Topology, without: str) -> None:
-    """Also if one of two parameters has no states."""
+    """One of two parameters may have no states."""
     files = make_files(Model((Param("a", (3, 4)), Param("b", (4, 3)))), topology, without=without)
     with pytest.raises(MismatchError, match="order|groups must be made as in the saved run"):
         open_files(tmp_path, files, Naming([[("b", True), ("a", True)]]))
 
 
 def test_stage0_in_another_order_is_recognised_by_values(tmp_path: Path) -> None:
-    """One file has the masters and the copies: they are of one run."""
+    """One file has masters and copies of one run."""
     files = make_files(MODEL, Topology(0, 1, "bf16", "unfused"))
     optimizer = files[STATES]["optimizer"]
     optimizer["fp32_groups"] = [[tensor + 1 for tensor in group] for group in optimizer["fp32_groups"]]
@@ -394,8 +396,8 @@ def test_stage0_in_another_order_is_recognised_by_values(tmp_path: Path) -> None
     assert "verify" not in str(error.value) and "another run" not in str(error.value)
 
 
-def test_stage0_groups_that_carry_names_need_no_engine(tmp_path: Path) -> None:
-    """Names of a wrapping module are not those of the model states: then an engine is needed."""
+def test_stage0_groups_with_names_need_no_engine(tmp_path: Path) -> None:
+    """Names with a wrapper's prefix differ from the model states' names and need an engine."""
     files = make_files(MODEL, Topology(0))
     groups = files[STATES]["optimizer"]["param_groups"]
     groups[0]["param_names"], groups[1]["param_names"] = ["a", "frozen"], ["b"]
@@ -417,15 +419,15 @@ def test_stages_of_equal_layers_are_identified_by_their_number(tmp_path: Path, t
     assert {key.name for key in index.atoms if key.state == MASTER} == {param.name for param in LAYERS.params}
 
 
-def test_a_tied_module_as_large_as_a_layer_is_identified(tmp_path: Path) -> None:
-    """Before the first step no state has a shape to compare."""
+def test_a_tied_module_with_the_size_of_a_layer_is_identified(tmp_path: Path) -> None:
+    """Before the first step there are no states whose shapes could be compared."""
     model = Model((EMBED, *EQUAL[:2]), {}, (Layer("embed"), Layer(), Layer(), Layer("embed", file=False)))
     files = make_files(model, Topology(0, 1, "fp16", "fused", pp=2, placement=((0, 1), (2, 3))))
     assert open_live(tmp_path, files, model).instances == {WORD: 2}
 
 
 def test_weights_of_a_stage0_pipeline_need_no_names(tmp_path: Path) -> None:
-    """Names of live groups that do not fit are used to find tied modules."""
+    """Names of live groups that do not match are used only to find tied modules."""
     write_files(tmp_path / "layers", make_files(LAYERS, Topology(0, 1, pp=2)))
     write_files(tmp_path / "tied", make_files(PIPE, Topology(0, 1, tp=2, pp=2)))
     live = [[(param.name, True) for param in PIPE.params[n : n + 1]] for n in range(len(PIPE.params))]
@@ -445,7 +447,7 @@ def test_weights_of_a_stage0_pipeline_need_no_names(tmp_path: Path) -> None:
 
 
 def test_errors_are_the_same_on_all_ranks(tmp_path: Path) -> None:
-    """Different files under one name, and a header that one rank has read."""
+    """Ranks see different files under one name, and only one rank reads a header."""
     for rank, dp in enumerate((2, 4)):
         write_files(tmp_path / str(rank), make_files(MODEL, Topology(1, dp)))
     found = World(2).run(lambda rank, comm: open_checkpoint(str(tmp_path / str(rank)), comm))

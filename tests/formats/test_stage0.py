@@ -1,4 +1,4 @@
-"""Stage 0 saves no names: states follow the saved order of the module, the user's groups, or the load is refused."""
+"""Stage 0 saves no names: states follow the module's saved order or the user's groups; else a load is refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OTHER = ("b.weight", "b.bias", "c.weight", "a.weight", "a.bias", "empty", "froze
 
 
 def define(names: Sequence[str], group: Callable[[str], int] = lambda name: 0) -> Model:
-    """A model of equal layers, a frozen and an empty parameter, in the order of ``names``."""
+    """Define a model of equal layers, a frozen and an empty parameter, in the order of ``names``."""
 
     def make(name: str) -> Param:
         shape = {"weight": (3, 3), "empty": (0, 2)}.get(name.rpartition(".")[2], (3,))
@@ -49,7 +49,7 @@ def save(folder: Path, model: Model, topology: Topology) -> State:
 
 
 def refuse(folder: Path, target: FakeTarget, text: str) -> None:
-    """The states are refused; the weights, which have names, load."""
+    """Check that states are refused and weights, which have names, load."""
     with pytest.raises(MismatchError, match=f"in another order .*{text}.* load with load_optimizer_states=False"):
         open_for(folder, target)
     assert open_checkpoint(str(folder), Comm(), Naming(weights_only=True)).atoms
@@ -61,7 +61,7 @@ def compare(index: AtomicIndex, target: FakeTarget) -> list[str]:
 
 
 class Backwards(FakeTarget):
-    """Its optimizer was given the parameters from the last to the first."""
+    """A target whose optimizer has the parameters in reverse order."""
 
     def live_groups(self) -> list[list[tuple[str, bool]]]:
         return [group[::-1] for group in super().live_groups()]
@@ -69,8 +69,10 @@ class Backwards(FakeTarget):
 
 @WRAPPERS
 @pytest.mark.parametrize("group", [lambda name: 0, by_decay], ids=["one-group", "decay"])
-def test_states_follow_the_saved_order(wrapper: Topology, group: Callable[[str], int], tmp_path: Path) -> None:
-    """The topologies differ, as DeepSpeed's load would follow the live order."""
+def test_stage0_states_follow_the_modules_saved_order(
+    wrapper: Topology, group: Callable[[str], int], tmp_path: Path
+) -> None:
+    """The topologies differ, because DeepSpeed's load would follow the live order."""
     saved, live = define(SAVED, group), define(OTHER, group)
     state = save(tmp_path, saved, wrapper)
     for target in (wrapper, Topology(1, 2), Topology(3, 2, "bf16")):
@@ -85,7 +87,7 @@ def test_states_follow_the_saved_order(wrapper: Topology, group: Callable[[str],
 
 
 @WRAPPERS
-def test_a_tied_parameter_has_the_place_of_its_first_name(wrapper: Topology, tmp_path: Path) -> None:
+def test_a_tied_parameter_has_the_index_of_its_first_name(wrapper: Topology, tmp_path: Path) -> None:
     middle = define(["a.weight", "b.weight"]).params
     saved = Model((Param("head", (3, 3)), *middle, Param("embed", (3, 3), alias_of="head")))
     live = Model((*middle[::-1], Param("embed", (3, 3)), Param("head", (3, 3), alias_of="embed")))
@@ -107,8 +109,8 @@ def test_an_optimizer_in_another_order_needs_the_saved_module(wrapper: Topology,
 
 
 @WRAPPERS
-def test_groups_of_the_same_sizes_may_have_changed_places(wrapper: Topology, tmp_path: Path) -> None:
-    """The save does not show whether a loop over the modules filled the groups."""
+def test_groups_of_equal_sizes_may_be_swapped_and_are_refused(wrapper: Topology, tmp_path: Path) -> None:
+    """The save does not show the order in which the script filled the groups."""
     names = ["a.weight", "a.bias", "b.weight", "b.bias"]
 
     def by_layer(name: str) -> int:
@@ -123,8 +125,8 @@ def test_groups_of_the_same_sizes_may_have_changed_places(wrapper: Topology, tmp
 
 
 @WRAPPERS
-def test_a_reordered_state_dict_hides_the_order(wrapper: Topology, tmp_path: Path) -> None:
-    """Both state dicts are sorted by name; a live one in the saved order shows no change."""
+def test_states_are_refused_if_a_reordered_state_dict_hides_the_order(wrapper: Topology, tmp_path: Path) -> None:
+    """Both state dicts are sorted by name. A live one in the saved order shows no change."""
     saved = define(SAVED)
     files = build_files(saved, random_state(saved, 3, precision=wrapper.precision), wrapper)
     for file in files.values():
@@ -148,7 +150,7 @@ def follow(before: Sequence[str], now: Sequence[str], **options: bool) -> list[l
     return [[name for name, _ in group] for group in order.follow([[(name, True) for name in now]], ())]
 
 
-def test_each_layer_of_a_pipeline_is_compared_with_its_file() -> None:
+def test_the_order_in_each_pipeline_layer_is_compared_with_its_file() -> None:
     """The order of stages, which register tied modules first, is inferred elsewhere."""
     layers = ["0.w", "0.v", "1.w", "1.v"]
     assert follow(layers, layers[2:] + layers[:2], pipeline=True) == [layers[2:] + layers[:2]]
@@ -156,7 +158,7 @@ def test_each_layer_of_a_pipeline_is_compared_with_its_file() -> None:
         follow(layers, ["0.w", "0.v", "1.v", "1.w"], pipeline=True)
 
 
-def test_experts_are_compared_only_with_their_files() -> None:
+def test_the_order_of_experts_is_compared_with_their_files() -> None:
     expert = "moe.deepspeed_moe.experts.deepspeed_experts"
     names = ["in", f"{expert}.0.w", f"{expert}.0.b", f"{expert}.1.w", f"{expert}.1.b", "out"]
     assert follow(["in", "out", f"{expert}.3.w", f"{expert}.3.b"], names) == [names]
@@ -187,8 +189,8 @@ def open_named(folder: Path, groups: Any) -> AtomicIndex:
 
 @WRAPPERS
 @pytest.mark.parametrize(("model", "groups"), [(ONE_GROUP, "module"), (TWO_GROUPS, NAMES)], ids=["module", "names"])
-def test_named_groups_are_as_good_as_an_engine(model: Model, groups: Any, wrapper: Topology, tmp_path: Path) -> None:
-    """Names in ``model.parameters()``'s order: ties once, buffers not at all."""
+def test_groups_by_name_replace_a_live_engine(model: Model, groups: Any, wrapper: Topology, tmp_path: Path) -> None:
+    """The names are in ``model.parameters()``'s order: ties once, no buffers."""
     state = save(tmp_path, model, wrapper)
     index = open_named(tmp_path, groups)
     wanted = [["body.weight", "body.bias", "head.weight"]] if groups == "module" else NAMES
@@ -196,25 +198,25 @@ def test_named_groups_are_as_good_as_an_engine(model: Model, groups: Any, wrappe
     check_content(load(index, make_targets(model, Topology(3, 2))), state)
 
 
-def test_groups_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_groups_by_name_that_do_not_match_are_refused(tmp_path: Path) -> None:
     save(tmp_path, TWO_GROUPS, KINDS[1])
     with pytest.raises(MismatchError, match=r"groups of \[30, 3\] elements; this run: \[body.weight, body.bias"):
         open_named(tmp_path, "module")
 
 
 @pytest.mark.parametrize("groups", ["modules", [], ["body.weight"], [[1]]], ids=str)
-def test_invalid_groups_are_refused(groups: Any, tmp_path: Path) -> None:
+def test_invalid_values_of_groups_by_name_are_refused(groups: Any, tmp_path: Path) -> None:
     save(tmp_path, ONE_GROUP, KINDS[0])
     with pytest.raises(ConfigError, match="list of lists of parameter names is needed, found"):
         open_named(tmp_path, groups)
 
 
-def test_named_groups_of_other_stages_are_not_needed(tmp_path: Path) -> None:
+def test_groups_by_name_are_not_needed_for_other_zero_stages(tmp_path: Path) -> None:
     save(tmp_path, ONE_GROUP, Topology(1, 2))
     assert open_named(tmp_path, "module").groups[0].names[0] == "body.weight"
 
 
-def test_a_pipelines_groups_are_named_one_by_one(tmp_path: Path) -> None:
+def test_groups_by_name_of_a_pipeline_list_each_layer(tmp_path: Path) -> None:
     """Its files do not record tied layers."""
     model = make_pipeline([["column"], ["row"]], tied=False)
     held = draw_state(model, Topology(0, 1, pp=2))

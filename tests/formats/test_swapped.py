@@ -1,4 +1,4 @@
-"""Optimizer states in swap files, which are assigned by the order of the parameters, or refused."""
+"""Optimizer states in swap files: the order of the parameters assigns them, or they are refused."""
 
 from __future__ import annotations
 
@@ -119,13 +119,13 @@ READ: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", READ)
-def test_swapped_states_are_atoms(tmp_path: Path, case: str) -> None:
+def test_swapped_states_are_read(tmp_path: Path, case: str) -> None:
     state = write(tmp_path, **READ[case])
     check(open_folder(tmp_path, 2), state)
 
 
 def test_stale_states_in_the_state_file_are_ignored(tmp_path: Path) -> None:
-    """Pipelined swapping reuses the buffers of swapped sub-groups; their size shows that they are swapped."""
+    """Pipelined swapping reuses the buffers of swapped sub-groups; their size reveals swapped ones."""
     state = write(tmp_path, (0,), topology=Topology(3, 2), model=LARGE, pipelined=True)
     check(open_folder(tmp_path), state, LARGE, Topology(3, 2))
 
@@ -133,8 +133,8 @@ def test_stale_states_in_the_state_file_are_ignored(tmp_path: Path) -> None:
 # -- files of several engines -----------------------------------------------------------------------------------------
 
 
-def test_files_of_another_engine_are_left_over(tmp_path: Path) -> None:
-    """DeepSpeed copies the whole swap folder, which an engine with other sub-groups may have used."""
+def test_swap_files_of_another_engine_are_leftovers(tmp_path: Path) -> None:
+    """DeepSpeed copies the whole swap folder, including files of an earlier engine with other sub-groups."""
     write(tmp_path, (0,), topology=Topology(3, 2, sub_group_size=60), seed=1)
     state = write(tmp_path)
     report = survey_checkpoint(str(tmp_path), Comm())
@@ -145,14 +145,14 @@ def test_files_of_another_engine_are_left_over(tmp_path: Path) -> None:
     assert verify_checkpoint(str(tmp_path)).whole
 
 
-def test_files_of_the_same_model_twice_in_a_process_are_refused(tmp_path: Path) -> None:
+def test_swap_files_of_two_engines_of_one_model_are_refused(tmp_path: Path) -> None:
     for first in (0, 7):
         write(tmp_path, numbers=number(first), seed=first)
     with pytest.raises(CheckpointError, match="could be 0_1, 4_6 or 7_8, 11_13.*remove the files of the other engines"):
         open_folder(tmp_path)
 
 
-def test_sizes_distinguish_two_engines(tmp_path: Path) -> None:
+def test_swap_files_of_two_engines_are_distinguished_by_size(tmp_path: Path) -> None:
     wide = Model(tuple(Param(p.name, (40, *p.shape[1:]), p.group, p.frozen) for p in MODEL.params), MODEL.buffers)
     write(tmp_path, (0, 1, 2), number(7), topology=Topology(3, 2, sub_group_size=100), model=wide)
     state = write(tmp_path)
@@ -191,7 +191,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_saves_that_are_refused(tmp_path: Path, case: str) -> None:
+def test_unreadable_swapped_saves_are_refused(tmp_path: Path, case: str) -> None:
     options, text = REFUSED[case]
     write(tmp_path, **options)
     with pytest.raises(CheckpointError, match=text):
@@ -209,7 +209,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [0, 1023])
-def test_a_file_that_is_cut_short_is_named(tmp_path: Path, nbytes: int) -> None:
+def test_a_truncated_swap_file_is_reported_by_name(tmp_path: Path, nbytes: int) -> None:
     write(tmp_path)
     path = tmp_path / RANK1 / "4_6.tensor.swp"
     path.write_bytes(path.read_bytes()[:nbytes])
@@ -218,7 +218,7 @@ def test_a_file_that_is_cut_short_is_named(tmp_path: Path, nbytes: int) -> None:
         open_folder(tmp_path)
 
 
-def test_a_file_that_is_too_long_is_a_warning(tmp_path: Path) -> None:
+def test_a_swap_file_that_is_too_long_is_a_warning(tmp_path: Path) -> None:
     """DeepSpeed does not truncate an earlier engine's file."""
     state = write(tmp_path)
     for name in ("4_6.tensor.swp", "exp_avg-0_1.tensor.swp"):
@@ -233,7 +233,7 @@ def test_a_file_that_is_too_long_is_a_warning(tmp_path: Path) -> None:
     assert verify_checkpoint(str(tmp_path)).whole
 
 
-def test_tensor_parallelism_is_refused_by_name(tmp_path: Path) -> None:
+def test_swapped_states_under_tensor_parallelism_are_refused(tmp_path: Path) -> None:
     topology = Topology(3, 1, tp=2)
     files = build_files(MODEL, random_state(MODEL, 0), topology, cut=lambda name, value, tp, rank: value)
     for tree in files.values():
@@ -248,7 +248,7 @@ def test_tensor_parallelism_is_refused_by_name(tmp_path: Path) -> None:
 # -- seals and commands -----------------------------------------------------------------------------------------------
 
 
-def test_a_seal_has_the_checksums_that_swap_files_lack(tmp_path: Path) -> None:
+def test_a_seal_records_checksums_of_swap_files(tmp_path: Path) -> None:
     folder, kept = tmp_path / "tag", tmp_path / "kept.json"
     write(folder)
     assert {r.crc is None for r in open_folder(folder).records} == {True, False}
@@ -282,10 +282,10 @@ def test_a_sealed_swap_file_that_was_replaced_is_not_read(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize("sealed", [False, True])
-def test_an_earlier_saves_swap_files_in_a_nearer_place_are_not_taken(
+def test_an_earlier_saves_swap_files_in_a_nearer_place_are_skipped(
     sealed: bool, verify: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They have the same sizes, and no header that identifies them."""
+    """They have the same sizes and no identifying header."""
     monkeypatch.setattr("deepspeed_ucp.formats.locations.measure_distance", lambda path: int("nvme" not in path))
     folder, near, options = tmp_path / "tag", tmp_path / "nvme", ConvertOptions(verify=verify)
     write(folder)
@@ -301,7 +301,7 @@ def test_an_earlier_saves_swap_files_in_a_nearer_place_are_not_taken(
     assert read_bytes(tmp_path / "out") == read_bytes(tmp_path / "right")
 
 
-def test_every_command_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_accepts_swapped_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     swapped, plain = tmp_path / "swapped", tmp_path / "plain"
     write(swapped)
     write(plain, (), edit=forget_offload)

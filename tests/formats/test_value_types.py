@@ -1,4 +1,4 @@
-"""Types of the values in state files: those of DeepSpeed releases are read, others are refused by name."""
+"""Types of values in state files: types that DeepSpeed writes are read, others are refused by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODEL_STATES, OPTIM = "model_states", "optim_states"
 
 
 class Field(NamedTuple):
-    """A value in all files whose names contain `kind`, by its path of keys."""
+    """A value, by its path of keys, in all files whose names contain `kind`."""
 
     kind: str
     keys: tuple[str, ...]
@@ -59,7 +59,7 @@ fragment_address = namedtuple("fragment_address", ["numel", "start"])
 
 
 def as_named_tuples(mappings: Any) -> Any:
-    """The places of parameters as older releases write them."""
+    """Convert positions of parameters to the form of older releases."""
     return [{name: fragment_address(at.numel, at.start) for name, at in each.items()} for each in mappings]
 
 
@@ -72,13 +72,13 @@ WRITTEN: list[tuple[Field, Topology, tuple[Callable[[Any], Any], ...]]] = [
     # engine.py: += train_batch_size(), which is micro * (world / sp) since 0.17 (runtime/config.py)
     (model("global_samples"), STAGE_1, WHOLE),
     (model("global_samples"), STAGE_3, WHOLE),
-    # engine.py: += 1; a script that continues another run's count may set them
+    # engine.py: += 1; a script may set them to continue another run's count
     (model("global_steps"), STAGE_1, WHOLE),
     (model("skipped_steps"), STAGE_1, WHOLE),
-    # groups.py: sizes of process groups, or what an mpu returns
+    # groups.py: sizes of process groups, or a value of an mpu
     (model("dp_world_size"), STAGE_3, WHOLE),
     (model("mp_world_size"), STAGE_3, WHOLE),
-    # the script's own ds_config, unchanged: DeepSpeed accepts floats there, and the stage also as text or enum
+    # the script's ds_config, unchanged: DeepSpeed accepts floats there, and the stage also as text or enum
     (config("train_batch_size"), STAGE_1, (float,)),
     (config("train_micro_batch_size_per_gpu"), STAGE_1, (float,)),
     (config("gradient_accumulation_steps"), STAGE_1, (float,)),
@@ -86,7 +86,7 @@ WRITTEN: list[tuple[Field, Topology, tuple[Callable[[Any], Any], ...]]] = [
     (config("zero_optimization", "stage"), STAGE_3, (float, as_text, ZeroStageEnum)),
     # zero/config.py to 0.18: an integer for pydantic
     (config("zero_optimization", "mics_shard_size"), STAGE_3, (float, as_text)),
-    # bwc.py: what an mpu returns
+    # bwc.py: a value of an mpu
     (model("checkpoint_parallel_dimensions", "tp_degree"), STAGE_1, WHOLE),
     (model("checkpoint_parallel_dimensions", "pp_degree"), STAGE_1, WHOLE),
     # stage_1_and_2.py, stage3.py, bf16_optimizer.py
@@ -95,7 +95,7 @@ WRITTEN: list[tuple[Field, Topology, tuple[Callable[[Any], Any], ...]]] = [
     (optim("partition_count"), STAGE_1, (list, tuple)),
     (optim("group_paddings"), STAGE_1, (list, tuple)),
     (optim("param_slice_mappings"), STAGE_1, (as_named_tuples,)),
-    # config.py: "gradient_clipping" as the script has it
+    # config.py: "gradient_clipping", unchanged
     (optim("clip_grad"), STAGE_1, (float, int)),
 ]
 ROWS = [
@@ -104,7 +104,7 @@ ROWS = [
     for convert in types
 ]
 
-# Field, topology, and a value that no release writes.
+# Field, topology, and a value of a type that no release writes.
 UNKNOWN: list[tuple[Field, Topology, Any]] = [
     (model("global_samples"), STAGE_1, 6.5),
     (model("global_samples"), STAGE_1, float("nan")),
@@ -132,7 +132,7 @@ UNKNOWN: list[tuple[Field, Topology, Any]] = [
 
 
 def make(topology: Topology) -> Files:
-    """The files of a save whose fields all have integers."""
+    """Make the files of a save whose fields are all integers."""
     files = make_files(MODEL, topology, zero={"mics_shard_size": -1})
     for name, content in files.items():
         content["ds_config"] |= {"train_batch_size": 6, "train_micro_batch_size_per_gpu": 3}
@@ -169,7 +169,9 @@ def test_a_value_that_deepspeed_writes_is_read(
 @pytest.mark.parametrize(
     ("field", "topology", "value"), [pytest.param(*row, id=f"{row[0]}-{str(row[2])[:20]}") for row in UNKNOWN]
 )
-def test_an_unknown_value_is_named(tmp_path: Path, field: Field, topology: Topology, value: Any) -> None:
+def test_a_value_of_an_unknown_type_is_refused_by_name(
+    tmp_path: Path, field: Field, topology: Topology, value: Any
+) -> None:
     files = make(topology)
     field.change(files, lambda _: value)
     with pytest.raises(UnsupportedError) as found:

@@ -1,4 +1,4 @@
-"""Saves of special engines, by their ds_config and the states in them: read, limited, or refused by name.
+"""Saves of special engines: read, partly read, or refused by name, depending on ds_config and states.
 
 ZenFlow, AutoEP, LoRA, offload, 1-bit Adam, MiCS (up to DeepSpeed 0.18) and DeepSpeed's FusedAdam.
 """
@@ -28,7 +28,7 @@ MODEL = Model((Param("a", (9, 5)), Param("frozen", (7,), frozen=True), Param("b"
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_zenflow(stage: int, tmp_path: Path) -> None:
+def test_zenflow_saves_load_weights_but_refuse_states(stage: int, tmp_path: Path) -> None:
     """The weights of ZeRO 1 and 2 are in the model states."""
     remedy = {2: "load_optimizer_states=False", 3: "transposed partitions"}[stage]
     files = make_files(MODEL, Topology(stage, 2), zero={"zenflow": {"topk_ratio": 0.1}})
@@ -42,8 +42,8 @@ def test_zenflow(stage: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_autoep(stage: int, tmp_path: Path) -> None:
-    """Its experts need a description of their placement; AutoEP without layers is a dense model."""
+def test_autoep_saves_need_a_placement_of_experts(stage: int, tmp_path: Path) -> None:
+    """AutoEP without layers is a dense model."""
     files = make_files(MODEL, Topology(stage, 2))
     for name, tree in files.items():
         tree["ds_config"]["expert_parallel"] = {"enabled": True, "autoep_size": 2}
@@ -80,7 +80,7 @@ def test_base_weights_of_lora_must_be_whole(stage: int, shape: tuple[int, ...], 
 @pytest.mark.parametrize("path", ["/nvme", Path("/nvme")], ids=["text", "path"])
 @pytest.mark.parametrize("numel", [7, 2])
 def test_placeholders_of_frozen_parameters_on_nvme(numel: int, path: object, tmp_path: Path) -> None:
-    """With 2 elements each rank has one, and only the ds_config shows the placeholder, whatever else is in it."""
+    """With 2 elements each rank has one, and only the ds_config shows the placeholder."""
     model = Model((Param("a", (9, 5)), Param("frozen", (numel,), frozen=True)))
     files = make_files(model, Topology(3, 2), zero={"offload_param": {"device": "nvme", "nvme_path": path}})
     for tree in files.values():
@@ -136,13 +136,13 @@ def test_unsaved_moments_are_irregular(options: dict[str, Any], message: str, of
     ],
     ids=str,
 )
-def test_where_a_configuration_offloads_to(zero: dict[str, Any], devices: str) -> None:
+def test_offload_devices_of_a_configuration(zero: dict[str, Any], devices: str) -> None:
     assert describe_offload(zero) == devices
 
 
 @pytest.mark.parametrize("padding", [0, 3])
 def test_compression_errors_and_states_of_other_sizes_are_irregular(padding: int, tmp_path: Path) -> None:
-    """1-bit Adam (up to DeepSpeed 0.18) pads its errors to the number of ranks, which may add nothing."""
+    """1-bit Adam (up to DeepSpeed 0.18) pads its errors to a multiple of the number of ranks."""
     files = make_files(MODEL, Topology(1, 2))
     for scale, tree in zip((1.0, math.nan), (files[shard(rank)] for rank in range(2)), strict=True):
         for state in find_states(tree)["state"].values():
@@ -158,7 +158,7 @@ def test_compression_errors_and_states_of_other_sizes_are_irregular(padding: int
     message = "a number that differs between ranks, 1.0 on one and nan on another"
     assert index.irregular[AtomKey("a", "scale")] == message
     assert AtomKey("a", "fixed") not in index.irregular
-    for common in ("common", "slow_state"):  # of the whole optimizer
+    for common in ("common", "slow_state"):  # keys of the whole optimizer
         assert index.irregular[AtomKey("a", common)] == "a dict of 2 parts"
     assert AtomKey("a", "empty") not in index.irregular
 
@@ -187,15 +187,15 @@ def save_mics(folder: Path, shard: Any = -1, ranks: int = 2) -> AtomicIndex:
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 6])
-def test_the_first_groups_partitions_are_the_checkpoint(tmp_path: Path, ranks: int) -> None:
+def test_mics_partitions_of_the_first_group_are_read(tmp_path: Path, ranks: int) -> None:
     plain, index = save_mics(tmp_path / "plain"), save_mics(tmp_path / "mics", 2, ranks)
     assert index.atoms == plain.atoms
     assert index.topology == plain.topology
-    assert len(index.unnoticed) == (ranks > 2)  # DeepSpeed's own load would refuse the number of ranks
+    assert len(index.unnoticed) == (ranks > 2)  # DeepSpeed's load would refuse the number of ranks
 
 
 @pytest.mark.parametrize("shard", [0, 3, 8])
-def test_a_size_that_does_not_divide_the_ranks_is_refused(tmp_path: Path, shard: Any) -> None:
+def test_a_mics_size_that_does_not_divide_the_ranks_is_refused(tmp_path: Path, shard: Any) -> None:
     with pytest.raises(UnsupportedError, match="ds_config.*mics_shard_size .* of 4 data-parallel ranks"):
         save_mics(tmp_path, shard, 4)
 
@@ -227,7 +227,7 @@ FUSED = {"bias_correction": True, "step": 0}
 def test_steps_of_deepspeeds_fused_adam(
     steps: list[int | None], group: dict[str, Any], half: str, expected: list[int | None], tmp_path: Path
 ) -> None:
-    """None: the parameter has no states; ``half`` names one with 16-bit states."""
+    """A step of None: the parameter has no states; ``half`` is a parameter with 16-bit states."""
     files = make_files(STEPPED, Topology(0))
     optimizer = files[STATES]["optimizer"]
     for place, (param, step) in enumerate(zip(STEPPED.params, steps, strict=True)):

@@ -1,4 +1,4 @@
-"""Folders of DeepSpeed's converter, made from synthesised checkpoints: contents and refusals."""
+"""Folders of DeepSpeed's converter, from synthesised checkpoints: contents and refusals."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def write(folder: Path, topology: Topology, *, legacy: bool = False, **run: Any)
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Topology], Path]:
-    """Converted once for each topology; not to be changed."""
+    """Return a function that converts each topology once; tests must not change the result."""
     folders: dict[str, Path] = {}
 
     def make(topology: Topology) -> Path:
@@ -71,7 +71,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Topology], Path]
 
 @pytest.fixture
 def folder(made: Callable[[Topology], Path], tmp_path: Path) -> Path:
-    """A copy, to be damaged."""
+    """A copy that tests may damage."""
     return Path(shutil.copytree(made(ZERO1), tmp_path / "universal"))
 
 
@@ -79,7 +79,7 @@ SOURCES = [ZERO1, Topology(2, 3, "fp16", round_robin=True), Topology(1, 2, "bf16
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda t: t.label)
-def test_everything_is_there_and_loads(source: Topology, made: Callable[[Topology], Path]) -> None:
+def test_universal_checkpoints_contain_all_states_and_load(source: Topology, made: Callable[[Topology], Path]) -> None:
     """Frozen parameters and buffers come from the copied model states in their saved dtype."""
     folder, state = made(source), random_state(MODEL, 5, precision=source.precision)
     index = open_alone(folder)
@@ -105,10 +105,10 @@ def test_several_ranks_share_the_headers(made: Callable[[Topology], Path]) -> No
     assert run_ranks(3, lambda _rank, comm: open_checkpoint(str(made(ZERO3)), comm)) == [alone] * 3
 
 
-def test_one_rank_lists_a_store_once_and_every_rank_knows_the_versions_of_files(
+def test_one_rank_lists_a_store_and_every_rank_gets_file_versions(
     made: Callable[[Topology], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of files whose headers another rank has read."""
+    """A rank gets versions of files whose headers another rank has read, too."""
     clear_memory()
     url = "memory://universals/tag"
     put_folder(made(ZERO1), url)
@@ -130,7 +130,7 @@ def _note(work: Callable[[str], Any], asked: list[str], url: str) -> Any:
     return work(url)
 
 
-def test_files_without_checksums_and_of_the_legacy_format(folder: Path) -> None:
+def test_files_without_checksums_or_in_the_legacy_format_are_read(folder: Path) -> None:
     """Archives of several torch releases have equal contents."""
     before = open_alone(folder)
     for number, path in enumerate(sorted(folder.glob("zero/*/*.pt"))):
@@ -153,7 +153,7 @@ def test_a_missing_step_comes_from_the_counters(folder: Path, caplog: pytest.Log
 
 
 def test_a_group_without_gradients_has_only_masters(tmp_path: Path) -> None:
-    """The converter takes its values from the model states."""
+    """The converter copies its values from the model states."""
     state = random_state(MODEL, 5, without=("b.weight", "one"))
     write_files(tmp_path / "tag", build_files(MODEL, state, Topology(1, 2)))
     index = open_alone(to_universal(tmp_path / "tag", tmp_path / "universal"))
@@ -212,7 +212,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "optimizer of something else": (write_file("optimizer_state.pt", {"x": 1}),
                                     "optimizer_state.pt: has no param_groups"),
 }  # fmt: skip
-STAGE_3 = {  # its ranks have the frozen parameters' parts
+STAGE_3 = {  # each rank has a part of the frozen parameters
     "missing rank": (remove("zero_pp_rank_1_mp_rank_00_model_states.pt"), "lacks zero_pp_rank_1_mp_rank_00_model_"),
     "another step": (change_step, "zero_pp_rank_2.*belongs to another step, run"),
 }
@@ -227,13 +227,15 @@ def test_damaged_folders_are_refused(damage: str, made: Callable[[Topology], Pat
 
 
 @pytest.mark.parametrize("number", [None, 0, 2, 1 << 20, "1"])
-def test_other_numbers_of_experts_than_there_are_rows_are_refused(number: object, folder: Path) -> None:
+def test_a_number_of_experts_that_differs_from_the_rows_is_refused(number: object, folder: Path) -> None:
     path = folder / "zero/one/fp32.pt"
     torch.save({**torch.load(path), "is_expert_param": True, "ep_num_experts": number}, path)
     check_refused(folder, rf"zero/one/fp32.pt: is of {number!r} experts and holds \(1,\)", UnsupportedError)
 
 
-def test_a_save_with_converted_files_in_it_is_a_save(made: Callable[[Topology], Path], tmp_path: Path) -> None:
+def test_a_folder_with_a_save_and_converted_files_is_read_as_the_save(
+    made: Callable[[Topology], Path], tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(made(ZERO1).with_name("tag"), tmp_path / "tag"))
     shutil.copytree(made(ZERO1) / "zero", folder / "zero")
     assert open_alone(folder).topology.wrapper == "zero12"
@@ -252,14 +254,14 @@ def convert_parallel(model: Model, topology: Topology, root: Path) -> tuple[Any,
     return held, to_universal(root / "tag", root / "universal")
 
 
-def test_tensor_parallel_sources_say_how_they_were_joined(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_patterns_of_tensor_parallel_sources_are_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = make_plain(["column", "row", "norm", "bias"], frozen=["bias"])
     _, folder = convert_parallel(model, Topology(2, 2, tp=2), tmp_path)
     index = open_alone(folder)
     assert read_pattern(index.recorded["body.column"]) == ShardV()
     assert read_pattern(index.recorded["body.row"]) == ShardH(dim=1)
     assert "body.norm" not in index.recorded  # the converter has no mark for replicated parameters
-    assert index.atoms[AtomKey("body.count", "module")].shape == (3,)  # a buffer that both ranks have alike
+    assert index.atoms[AtomKey("body.count", "module")].shape == (3,)  # a buffer that is equal on both ranks
     assert not index.find("body.bias", "module")
     assert "does not unite the tensor-parallel shards of frozen parameters and buffers: body.bias" in caplog.text
     assert "frozen parameters and buffers" in index.dropped
@@ -267,7 +269,7 @@ def test_tensor_parallel_sources_say_how_they_were_joined(tmp_path: Path, caplog
     assert masters == {"body.column": (12, 5), "body.row": (5, 12), "body.norm": (7,)}
 
 
-def test_tensors_that_one_rank_alone_has_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tensors_of_only_one_tensor_parallel_rank_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     held = draw_state(make_plain(["column", "norm"]), Topology(2, 2, tp=2))
     held.write(tmp_path / "tag", Run(client_state={"universal_checkpoint_info": INFO}))
     path = tmp_path / "tag" / "mp_rank_01_model_states.pt"
@@ -282,8 +284,8 @@ def test_tensors_that_one_rank_alone_has_are_named(tmp_path: Path, caplog: pytes
 
 @pytest.mark.parametrize("target", [Topology(1, 1, tp=4), Topology(3, 3)], ids=lambda t: f"→{t.label}")
 @pytest.mark.parametrize("source", [Topology(2, 2, "bf16", tp=2), Topology(3, 2, tp=2)], ids=lambda t: t.label)
-def test_tensor_parallel_sources_load(source: Topology, target: Topology, tmp_path: Path) -> None:
-    """Without the user's patterns, by the converter's files and the model states."""
+def test_tensor_parallel_sources_load_without_user_patterns(source: Topology, target: Topology, tmp_path: Path) -> None:
+    """The converter's files and the model states supply the patterns."""
     held, folder = convert_parallel(make_plain(["column", "row", "norm", "bias"]), source, tmp_path)
     wanted = expect(held, target)
     _, ranks = load_all(folder, wanted.make_targets(), UniversalConfig(threads=1))
@@ -297,8 +299,10 @@ def load_converted(model: Model, topology: Topology, root: Path) -> tuple[Atomic
     return load_all(folder, targets, UniversalConfig(threads=1))
 
 
-def test_missing_data_keeps_the_fresh_value_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A pipeline's frozen parameters and buffers; everything else is loaded."""
+def test_tensors_that_the_converter_dropped_keep_live_values_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It drops a pipeline's frozen parameters and buffers; all other tensors are loaded."""
     model = make_pipeline([["column", "norm"], ["row", "norm"]], tied=False, frozen=[])
     model = replace(model, params=(*model.params, Param("1.bias", (12,), group=1, frozen=True)))
     index, ranks = load_converted(model, Topology(1, 1, tp=2, pp=2), tmp_path)
@@ -309,7 +313,7 @@ def test_missing_data_keeps_the_fresh_value_with_a_warning(tmp_path: Path, caplo
         assert {name for flat in rank.target.flats for name in flat.names} == {"0.column", "0.norm", "1.row", "1.norm"}
 
 
-def test_a_trained_parameter_is_never_taken_for_a_dropped_one(tmp_path: Path) -> None:
+def test_a_missing_trained_parameter_is_refused(tmp_path: Path) -> None:
     model = make_pipeline([["column", "norm"], ["row", "norm"]], tied=False)
     _, folder = convert_parallel(model, Topology(1, 1, pp=2), tmp_path)
     frozen = replace(model, params=tuple(replace(p, frozen=p.name == "0.column") for p in model.params))
@@ -327,10 +331,10 @@ def test_a_trained_parameter_is_never_taken_for_a_dropped_one(tmp_path: Path) ->
         ([["row"], ["column", "norm"]], "it has one group"),
     ],
 )
-def test_different_groups_of_stages_are_not_guessed(
+def test_param_groups_that_differ_between_stages_are_refused(
     kinds: list[list[str]], text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The converter keeps the first stage's; one stage has matrices alone."""
+    """The converter keeps the first stage's groups; here one stage has only matrices."""
     model = make_pipeline(kinds, tied=False)
     index, ranks = load_converted(model, Topology(1, 1, pp=2), tmp_path)
     assert index.groups == ()

@@ -48,7 +48,7 @@ from tests.synth import Topology as SavedTopology
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal with types, signs of zeros and NaNs' payloads."""
+    """Compare values including types, signs of zeros and payloads of NaNs."""
     if type(one) is not type(other):
         return False
     if isinstance(one, float):
@@ -74,12 +74,12 @@ values = st.recursive(
 
 @examples(300)
 @given(values)
-def test_plain_data_comes_back_to_the_bit(value: Any) -> None:
+def test_encoding_preserves_plain_data_to_the_bit(value: Any) -> None:
     text = json.dumps(encode(value, ""))
     assert same(decode(json.loads(text, parse_constant=pytest.fail)), value)  # standard JSON: no NaN
 
 
-def test_objects_are_refused_by_name() -> None:
+def test_encoding_refuses_objects_by_name() -> None:
     with pytest.raises(UnsupportedError, match=r"args\.model\[1\]: object .* is not plain data"):
         encode({"args": {"model": [1, object()]}}, "")
 
@@ -117,7 +117,7 @@ def make(
     states: Mapping[str, SealedFile] = STATES,
     size: int = 96,
 ) -> Seal:
-    """Seal files that were converted from an index."""
+    """Write the manifest of files that were converted from an index."""
     files = {**states, **{place_file(atom.key): SealedFile(size=size, crc=5) for atom in atoms}}
     identity = dict(zip(("fingerprint", "view"), identify(index), strict=True), verified=True)
     data = dump_index(index, atoms, patterns, {"w": "the user's rules"}, identity)
@@ -134,7 +134,7 @@ def round_trip(made: Seal) -> Manifest:
     return parse(made.dump())
 
 
-def test_a_manifest_comes_back() -> None:
+def test_a_manifest_preserves_its_index() -> None:
     made, again = make(), round_trip(make())
     assert again.seal == made.model_copy(update={"index": {}, "digest": again.seal.digest})
     for name in ("scalar_dtypes", "counters", "scaler", "clip_grad", "optimizer", "aliases", "instances", "hints"):
@@ -152,7 +152,7 @@ def test_a_manifest_comes_back() -> None:
 
 
 def test_equal_sources_give_equal_bytes() -> None:
-    """Independent of the order of discovery."""
+    """The manifest does not depend on the order of the files."""
     turned = replace(
         INDEX,
         files=INDEX.files[::-1],
@@ -164,8 +164,8 @@ def test_equal_sources_give_equal_bytes() -> None:
     assert make().dump().isascii()
 
 
-def test_objects_in_param_groups_stay_the_live_optimizers() -> None:
-    """A load does not take them over either."""
+def test_objects_in_param_groups_are_omitted_from_the_manifest() -> None:
+    """A load keeps the live optimizer's objects."""
     index = replace(INDEX, groups=(GroupInfo((ParamKey("w"),), {"lr": 0.1, "hook": object(), "list": [object()]}),))
     assert round_trip(make(index)).groups[0].hyper == {"lr": 0.1}
 
@@ -173,7 +173,7 @@ def test_objects_in_param_groups_stay_the_live_optimizers() -> None:
 # --- fingerprints
 
 
-def test_a_fingerprint_is_of_names_sizes_and_directories() -> None:
+def test_a_fingerprint_covers_names_sizes_and_zip_directories() -> None:
     files = fingerprint(INDEX)["files"]
     assert files == [
         {"name": "a.pt", "size": 10, "header_crc": None, "records": []},
@@ -186,7 +186,7 @@ def test_a_fingerprint_is_of_names_sizes_and_directories() -> None:
 @pytest.mark.parametrize(
     "file", [FileRef("/run/tag/b.pt", 21, 7), FileRef("/run/tag/b.pt", 20, 8), FileRef("/run/tag/c.pt", 20, 7)]
 )
-def test_another_file_is_another_fingerprint(file: FileRef) -> None:
+def test_a_changed_file_changes_the_fingerprint(file: FileRef) -> None:
     other = replace(INDEX, files=(file, INDEX.files[1]))
     assert fingerprint(other)["digest"] != fingerprint(INDEX)["digest"]
     assert make(other).dump() != make().dump()
@@ -196,14 +196,14 @@ def test_another_file_is_another_fingerprint(file: FileRef) -> None:
 
 
 def change(**fields: Any) -> str:
-    """The text of a manifest with other entries, and the digest of the original."""
+    """Return the text of a manifest with changed entries and the original digest."""
     data = json.loads(make().dump())
     data.update(fields)
     return json.dumps({key: value for key, value in data.items() if value != "gone"})
 
 
 def mend(text: str) -> str:
-    """The same text with a right digest, which anybody can make."""
+    """Return the text with a right digest, which an attacker can compute."""
     data = json.loads(text)
     data.pop("digest", None)
     return json.dumps({**data, "digest": hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()})
@@ -238,7 +238,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../w/fp32.pt", "zero/../../x", "", "zero//x", "a\0b"])
 def test_files_outside_of_the_folder_are_refused(name: str) -> None:
-    """Anybody can write a manifest with a right digest."""
+    """An attacker can write a manifest with a right digest."""
     for made in (
         make(atoms=[ATOM._replace(name=name)]),
         make(atoms=[ATOM._replace(state=name)]),
@@ -271,8 +271,8 @@ def test_contradictory_atoms_are_refused(changes: dict[str, Any], experts: int |
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_other_texts_are_refused(text: str) -> None:
-    """``tests/test_json.py`` has texts that are no JSON."""
+def test_texts_that_are_no_manifest_are_refused(text: str) -> None:
+    """``tests/test_json.py`` has invalid JSON."""
     content, message = REFUSED[text]
     kind = UnsupportedError if text in ("newer", "older") else CheckpointError
     with pytest.raises(kind, match=f"^folder/ucp_manifest.json: .*{message}"):
@@ -292,7 +292,7 @@ def converted(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("column", [5, 6], ids=["offset", "crc"])
-def test_atoms_are_where_the_manifest_says(converted: Path, column: int) -> None:
+def test_atoms_at_other_offsets_than_in_the_manifest_are_refused(converted: Path, column: int) -> None:
     data = json.loads((converted / MANIFEST).read_text())
     data["index"]["atoms"][0][column] += 1
     (converted / MANIFEST).write_text(mend(json.dumps(data)))
@@ -301,7 +301,7 @@ def test_atoms_are_where_the_manifest_says(converted: Path, column: int) -> None
 
 
 def test_an_atom_larger_than_its_file_is_refused(tmp_path: Path) -> None:
-    """Also if the manifest claims a larger file."""
+    """It is refused even if the manifest declares a larger file."""
     (tmp_path / "zero/w").mkdir(parents=True)
     (tmp_path / "zero/w/fp32.pt").write_bytes(bytes(4096))
     for size, file in ((0, MANIFEST), (4096, MANIFEST), (8 << 40, "zero/w/fp32.pt")):

@@ -1,4 +1,4 @@
-"""Keys in parameter files: upstream's loader cuts a parameter as the pattern does."""
+"""Keys in parameter files: upstream's loader cuts a parameter like the pattern."""
 
 import types
 import zlib
@@ -21,17 +21,17 @@ def draw(*shape):
 
 
 def cut_parts(tensor, sizes, dim, tp, rank):
-    """Rank ``rank``'s share of every part along ``dim``, one behind the other."""
+    """Concatenate rank ``rank``'s shares of all parts along ``dim``."""
     return torch.cat([part.chunk(tp, dim)[rank] for part in tensor.split(sizes, dim)], dim)
 
 
 def cut_blocks(tensor, blocks, sizes, tp, rank):
-    """The same in each of ``blocks`` equal blocks along dimension 0."""
+    """Apply `cut_parts` to each of ``blocks`` equal blocks along dimension 0."""
     return torch.cat([cut_parts(block, sizes, 0, tp, rank) for block in tensor.chunk(blocks)])
 
 
 def write_param(folder, stored, keys, rows=None, state="fp32"):
-    """Write a parameter's file as the converter does: the tensor views the first ``rows`` stored rows."""
+    """Write a parameter's file like the converter: the tensor views the first ``rows`` stored rows."""
     shape = (stored.shape[0] if rows is None else rows, *stored.shape[1:]) if stored.dim() else ()
     image, data = make_image(keys, "float32", stored.numel(), shape), stored.contiguous().numpy().tobytes()
     (folder / f"{state}.pt").write_bytes(image.head + data + image.tail(zlib.crc32(data)))
@@ -83,7 +83,7 @@ CASES = {
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("case", CASES)
-def test_upstream_cuts_as_the_pattern(case, tp, tmp_path):
+def test_upstreams_loader_cuts_like_the_pattern(case, tp, tmp_path):
     pattern, shape, cut = CASES[case]
     tensor = draw(*shape)
     write_param(tmp_path, tensor, upstream_keys(pattern, shape, "a.weight"))
@@ -94,8 +94,8 @@ def test_upstream_cuts_as_the_pattern(case, tp, tmp_path):
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("pattern", [ShardV(vocab=13), Unique(vocab=13)], ids=["shard-v", "unique"])
-def test_a_vocabulary_is_padded_anew(pattern, tp, tmp_path):
-    """The file's tensor has 13 rows without padding; source and target pad to 16 and 24 rows."""
+def test_a_vocabulary_is_padded_for_the_targets_degree(pattern, tp, tmp_path):
+    """The file's tensor has 13 rows without padding. The source pads to 16 rows, the target to 24."""
     stored = draw(16, 2)
     write_param(tmp_path, stored, upstream_keys(pattern, (16, 2)), rows=13)
     wanted = torch.nn.functional.pad(stored[:13], (0, 0, 0, 11))
@@ -154,8 +154,7 @@ LOCAL = {
 
 
 @pytest.mark.parametrize("name", LOCAL)
-def test_as_upstreams_converter(name, tmp_path, monkeypatch):
-    """Upstream's converter and we describe the same parameter: its loader makes the same of both files."""
+def test_upstreams_loader_reads_our_files_like_upstreams_converters(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shards = [draw(*LOCAL[name]) + (0 if name == "norm" else 100 * rank) for rank in range(2)]
     theirs, ours = tmp_path / "theirs" / name, tmp_path / "ours"
@@ -185,7 +184,7 @@ def test_as_upstreams_converter(name, tmp_path, monkeypatch):
             assert torch.equal(*found)
 
 
-def test_the_pickled_class_is_upstreams(tmp_path):
+def test_the_pickled_class_is_upstreams_class(tmp_path):
     write_param(tmp_path, draw(24, 2), upstream_keys(ShardNC(parts=(4, 1, 1)), (24, 2), "layers.0.qkv"))
     pickled = torch.load(tmp_path / "fp32.pt", weights_only=False)["sub_param_shape"]
     assert pickled == SubparamShape(patterns=[r"layers\.0\.qkv"], shape=((16, 4, 4), 2), partition_dim=0)
