@@ -1,4 +1,4 @@
-"""Plan chunks for torch.distributed.checkpoint, read them when they are written, and distribute them to workers."""
+"""Plans, reads and distributes the chunks of an export for torch's checkpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .tensors import Selection, Tensor
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Elements [start, start + numel) of a flattened output tensor; ``again``: under a tied name."""
+    """Elements [start, start + numel) of a flat tensor, ``again`` under a tied name."""
 
     tensor: Tensor
     start: int
@@ -112,7 +112,7 @@ class Planner(DefaultSavePlanner):
         return torch.frombuffer(chunk.tensor.convert(data, scratch, self.overflowed), dtype=dtype)
 
     def compare(self, comm: Comm) -> None:
-        """Check that tied names were read with equal bytes, on whichever rank each of them was read; collective."""
+        """Check that tied names were read with equal bytes, on any rank (collective)."""
         if not any(comm.gather(len(self.repeated))):
             return
         repeated = {check for part in comm.gather(self.repeated) for check in part}
@@ -125,7 +125,7 @@ class Planner(DefaultSavePlanner):
 
 
 def cut_chunks(shape: Shape, most: int) -> Iterator[tuple[Shape, Shape]]:
-    """Cut a tensor into consecutive contiguous blocks (offsets, sizes) of at most ``most`` elements.
+    """Cut a tensor into contiguous blocks (offsets, sizes) of at most ``most`` each.
 
     A block has several rows if they fit, else a part of a row.
     """
@@ -146,7 +146,7 @@ def cut_chunks(shape: Shape, most: int) -> Iterator[tuple[Shape, Shape]]:
 
 
 def deal(planner: Planner, plan: SavePlan, workers: int) -> list[SavePlan]:
-    """Distribute a plan's chunks to workers by bytes, in the order of the source; the first worker gets other items."""
+    """Distribute a plan's chunks to workers by bytes, in the order of the source."""
     chunks = planner.chunks
     dealt: list[list[WriteItem]] = [[] for _ in range(workers)]
     dealt[0] += [item for item in plan.items if item.index not in chunks]
@@ -159,7 +159,7 @@ def deal(planner: Planner, plan: SavePlan, workers: int) -> list[SavePlan]:
 
 
 class Writer(FileSystemWriter):
-    """Writer whose metadata names the final folder instead of the staging folder, and no value that differs by run."""
+    """Writer whose metadata names the final folder, and no value that differs by run."""
 
     destination = ""
 

@@ -1,8 +1,9 @@
-"""Export weights and optimizer state for torch.distributed.checkpoint, which FSDP, Accelerate and torchtitan load.
+"""Exports weights and optimizer state for ``torch.distributed.checkpoint``.
 
-Torch's ``FileSystemWriter`` writes files and metadata. :class:`~.chunks.Planner` reads each chunk of rows when it is
-written, which bounds the memory. Each worker thread counts as a rank; no process group is needed. With the layout
-``accelerate`` the files are added that Accelerate and Hugging Face's Trainer load besides.
+FSDP, Accelerate and torchtitan load the output. Torch's ``FileSystemWriter`` writes files and metadata.
+:class:`~.chunks.Planner` reads each chunk of rows when it is written, which bounds the memory. Each worker thread
+counts as a rank; no process group is needed. The layout ``accelerate`` adds files of Accelerate and Hugging Face's
+Trainer.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def export_dcp(
     weights_only: bool = False,
     layout: str = "torch",
 ) -> OutputReport:
-    """Write a checkpoint's weights and optimizer state for ``torch.distributed.checkpoint``; collective.
+    """Write weights and states for ``torch.distributed.checkpoint`` (collective).
 
     Args:
         layout: one of ``LAYOUTS``.
@@ -127,7 +128,7 @@ def _write(export: Export, folder: str, tree: dict[str, Any], planner: Planner) 
 
 
 def write_beside(export: Export) -> None:
-    """Copy the trainer's files of a tag, create those that the tag can supply, and log the missing ones."""
+    """Copy or create the trainer's files of a tag, and log the missing ones."""
     report, run = export.report, export.selection.index
     source, step = os.path.dirname(find_tag_folder(report.source)), run.counters.get("global_steps", 0)
     names = [name for name in sorted(scan_if_there(source)) if TRAINERS.fullmatch(name)]
@@ -157,7 +158,7 @@ def _save(export: Export, name: str, content: dict[str, Any]) -> None:
 
 
 def make_scaler(scaler: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert DeepSpeed's ``DynamicLossScaler`` (``fp16/loss_scaler.py``) to the state of torch's ``GradScaler``."""
+    """Convert the state of a ``DynamicLossScaler`` to that of torch's ``GradScaler``."""
     factor, window = float(scaler.get("scale_factor", 2.0)), int(scaler.get("scale_window", 1000))
     since = int(scaler.get("cur_iter", 0)) - int(scaler.get("last_overflow_iter", -1)) - 1  # steps without an overflow
     return {

@@ -1,4 +1,4 @@
-"""Fit an export to a Hugging Face model: names, shapes, configuration and tokenizer."""
+"""Fits an export to a Hugging Face model: names, shapes, configuration, tokenizer."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _ADAPTER = (
 
 
 def find_model(like: str) -> str:
-    """Return the folder of a model, given the folder or the id of a cached model of the hub."""
+    """Return the folder of a model, given as a folder or as the id of a cached model."""
     folder = like
     if not os.path.isdir(like):
         try:
@@ -83,7 +83,7 @@ class LikeModel:
 
     @cached_property
     def models(self) -> list[Any]:
-        """Models that transformers creates from the configuration, without memory; several if the kind is unknown."""
+        """Memoryless models of the configuration; several if its kind is unknown."""
         try:
             import torch
             import transformers
@@ -107,7 +107,7 @@ class LikeModel:
         return {name: shapes[0] for name, shapes in list_shapes(self.weights).items()} if self.weights else {}
 
     def name_as_files(self, index: AtomicIndex, renames: Collection[Rename]) -> AtomicIndex:
-        """Return the index with the names and forms of files, for tensors that transformers fuses or renames in memory.
+        """Return the index with the names and forms of files instead of those in memory.
 
         Args:
             renames: the user's rules, which take precedence.
@@ -132,7 +132,7 @@ class LikeModel:
         return index
 
     def compare(self, selection: Selection) -> list[str]:
-        """Compare names and shapes with those that ``from_pretrained`` requires, else with the model's weights.
+        """Compare names and shapes with those that ``from_pretrained`` requires.
 
         Returns:
             Names to omit: the model ties them to names with equal elements (FSDP saves both).
@@ -158,7 +158,7 @@ class LikeModel:
         return [alias for alias, is_same in same.items() if is_same]
 
     def copy_beside(self, folder: str, dtypes: Collection[str]) -> None:
-        """Copy configurations, tokenizer and similar files, with the written element type in the configuration."""
+        """Copy configurations, tokenizer and similar files, with the written element type."""
         for name in filter(BESIDE.fullmatch, sorted(os.listdir(self.folder))):
             path = os.path.join(self.folder, name)
             with explain_full(folder):
@@ -174,7 +174,7 @@ class LikeModel:
                     shutil.copyfile(path, os.path.join(folder, name))
 
     def _dump_config(self, dtypes: Collection[str]) -> str:
-        """Return the configuration with the element type in which from_pretrained loads the weights."""
+        """Return the configuration with the element type of the written weights."""
         config = {key: value for key, value in self.config.items() if key != QUANTIZED}
         floating = [dtype for dtype in dtypes if dtype in ("float64", "float32", "float16", "bfloat16")]
         if len(floating) == 1:

@@ -1,4 +1,4 @@
-"""The folder of an export: staged, synced and renamed; foreign files are never removed."""
+"""The folder of an export: staged, synced and renamed; keeps foreign files."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Export:
     report: OutputReport
 
     def verify(self, tensors: Iterable[Tensor], checks: Sequence[Checked], again: int = 0) -> None:
-        """Compare the bytes read with their checksums, and masters with the model's copies; collective.
+        """Compare bytes read with checksums, and masters with their copies (collective).
 
         Logs the tensors whose values are too large for the written element type.
 
@@ -97,7 +97,7 @@ def stage_export(
     tensors: int,
     nbytes: int,
 ) -> Iterator[Export]:
-    """Context manager of an output folder that becomes the destination after success; collective."""
+    """Create an output folder that becomes the destination after success (collective)."""
     index = selection.index
     comm.once(lambda: _warn_losses(selection))
     report = OutputReport(

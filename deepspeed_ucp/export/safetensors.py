@@ -1,4 +1,4 @@
-"""Export weights as safetensors with Hugging Face's shards and index, directly from the fragments.
+"""Exports weights as safetensors with Hugging Face's shards and index.
 
 The layout is computed first; then threads fill byte ranges of files of known size. The bytes equal those of the
 library's ``save_file``, which needs all tensors in memory.
@@ -79,7 +79,7 @@ def lay_out(tensors: Mapping[str, Tensor], max_shard: int = MAX_SHARD, stem: str
 
 
 def split_shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Return the names by file, as huggingface_hub's ``split_state_dict_into_shards_factory``."""
+    """Return the names by file, like ``split_state_dict_into_shards_factory``."""
     shards: list[list[str]] = []
     current: list[str] = []
     filled = 0
@@ -96,7 +96,7 @@ def split_shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 
 
 def _lay_file(layout: SafeLayout, file: str, tensors: Mapping[str, Tensor]) -> None:
-    """Add a file to the layout, in the library's order: wide elements first, which aligns all tensors."""
+    """Add a file to the layout, wide elements first, which aligns all tensors."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets, position = {}, 0
     for name, tensor in sorted(tensors.items(), key=lambda item: (-_ORDER[item[1].dtype], item[0])):
@@ -158,7 +158,7 @@ def export_safetensors(
 
 
 def _prepare(folder: str, layout: SafeLayout, like: LikeModel | None, dtypes: Collection[str]) -> None:
-    """Create the files with their final size and headers, the index, and the copied files."""
+    """Create files with final sizes and headers, the index, and the copied files."""
     if like is not None:
         like.copy_beside(folder, dtypes)
     for file, head in layout.heads.items():
@@ -171,7 +171,7 @@ def _prepare(folder: str, layout: SafeLayout, like: LikeModel | None, dtypes: Co
 
 
 def _fill(export: Export, tensors: Sequence[Tensor], layout: SafeLayout) -> list[Checked]:
-    """Read, cast and write this node's batches; return the checks of the bytes read; collective."""
+    """Read, cast and write this node's batches; return the checks (collective)."""
     comm, report = export.comm, export.report
     report.workers, most = export.options.divide(report.source)
     outputs = [Output(tensor.numel, tensor.full.itemsize, tensor.full.place) for tensor in tensors]

@@ -1,4 +1,4 @@
-"""State dicts of an export to torch.distributed.checkpoint: keys, param groups, and placeholders for tensors."""
+"""State dicts of an export to ``torch.distributed.checkpoint``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Placeholders = dict[int, tuple[Tensor, bool]]
 
 
 def make_trees(selection: Selection, *, weights_only: bool, layout: str) -> tuple[Trees, Placeholders]:
-    """Return state dicts with a placeholder for each tensor, and the placeholders' tensors."""
+    """Return state dicts with placeholders for tensors, and the placeholders' tensors."""
     placeholders: Placeholders = {}
 
     def stand_in(tensor: Tensor, name: str = "") -> torch.Tensor:
@@ -49,7 +49,7 @@ def make_trees(selection: Selection, *, weights_only: bool, layout: str) -> tupl
 
 
 def _make_optimizer(selection: Selection, stand_in: Callable[[Tensor], torch.Tensor]) -> dict[str, Any]:
-    """Return the optimizer's state in the canonical form of ``torch.distributed.checkpoint.state_dict``."""
+    """Return the optimizer's state as ``torch.distributed.checkpoint`` expects it."""
     index = selection.index
     states: dict[str, dict[str, Any]] = {}
     for key, tensor in selection.states.items():
@@ -75,13 +75,13 @@ def _make_optimizer(selection: Selection, stand_in: Callable[[Tensor], torch.Ten
 
 
 def _make_scalar(index: AtomicIndex, name: str, value: Any) -> Any:
-    """Convert a scalar to its tensor: torch's optimizers store ``step`` as 0-dim float32, DeepSpeed's as a number."""
+    """Convert a scalar; torch stores ``step`` as 0-dim float32, DeepSpeed as a number."""
     dtype = index.scalar_dtypes.get(name, "float32" if name == "step" else None)
     return value if dtype is None else torch.tensor(value, dtype=getattr(torch, dtype))
 
 
 def complete_group(hyper: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> Any:
-    """Add torch's defaults for hyper-parameters that ``torch.optim.AdamW`` requires and DeepSpeed's Adam lacks.
+    """Add torch's defaults for AdamW's hyper-parameters that DeepSpeed's Adam lacks.
 
     ``initial_lr`` is always added: a load requires it if one of torch's schedulers was created before.
 

@@ -1,4 +1,4 @@
-"""Select the tensors of an export, with their names and element types, for all formats."""
+"""Selects the tensors of an export, with their names and element types."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ _STEP = 1 << 16
 
 
 def _overflows(data: memoryview, source: str, into: memoryview, target: str) -> bool:
-    """Return True if finite elements of ``data`` were too large for a cast, which made them infinite or the largest."""
+    """Return True if a cast made finite elements infinite, or the largest finite one."""
     import ml_dtypes
 
     kind, finfo = f"u{ITEMSIZE[target]}", ml_dtypes.finfo(find_dtype(target))
@@ -225,7 +225,7 @@ def _find_frozen(index: AtomicIndex) -> set[str]:
 
 
 def _order_weights(index: AtomicIndex) -> list[AtomKey]:
-    """Return each name's weight, in the order of the model's state dict if saved, else of the files."""
+    """Return each name's weight, in the order of the state dict or else of the files."""
     keys = index.atoms
     has_copies = any(key.state == COPY for key in keys)
     first = [key.name for key in keys if has_copies and key.state in (COPY, MODULE)]
