@@ -1,6 +1,6 @@
-"""Report this rank's steps and phases to the monitors that the environment names, also for engines without the plugin.
+"""Reports this rank's steps and phases to monitors that the environment names.
 
-A listener that raises is dropped with a warning; training continues.
+Engines without the plugin report too. A listener that raises is dropped with a warning; training continues.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ logger = logging.getLogger("deepspeed_ucp")
 
 
 class Listener:
-    """Base of the listeners, which are called in the training thread and may raise any exception."""
+    """Base of the listeners; the training thread calls them, and they may raise."""
 
     def report_step(self, step: int, total: int | None) -> None:
         """The rank has reached ``step`` of ``total``, if known."""
@@ -55,7 +55,7 @@ def report_step(step: int, total: int | None = None) -> None:
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Report a phase, which may contain others: forward, backward, step, save, load or train_batch."""
+    """Report a phase: forward, backward, step, save, load or train_batch (may nest)."""
     for room, listener in _find_listeners():
         _call(room, listener.enter, name)
     try:

@@ -1,4 +1,4 @@
-"""DLRover's agent: reads the job's step from a file every 15 s, as its ``report_training_step`` writes it."""
+"""Writes steps to the file that DLRover's agent reads every 15 s."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PAUSE = 1.0
 
 
 class DLRover(Listener):
-    """Replaces the file atomically."""
+    """Replaces the file atomically, in the form of DLRover's ``report_training_step``."""
 
     def __init__(self, path: str) -> None:
         self.path, self.written = path, 0.0
@@ -32,6 +32,6 @@ class DLRover(Listener):
 
 
 def find() -> DLRover | None:
-    """Return the listener on rank 0 if the agent has named its file and made the folder."""
+    """Return the listener on rank 0 if the agent has named a file in a made folder."""
     path = os.environ.get(_VARIABLE)
     return DLRover(path) if path and find_rank() <= 0 and os.path.isdir(os.path.dirname(path) or ".") else None

@@ -1,4 +1,4 @@
-"""Kubeflow Trainer's controller: shows the progress of a TrainJob (feature gate ``TrainJobStatus``)."""
+"""Progress of a TrainJob for Kubeflow Trainer's controller (``TrainJobStatus``)."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _HYPERPOD, _PAUSE = "HYPERPOD_ELASTICAGENT_SOCKET_SERVER_PATH", 10.0
 
 
 class Line(Listener):
-    """Writes a line at the end of a step if the last line is at least ``pause`` seconds old."""
+    """Writes a line at the end of a step, at least ``pause`` seconds after the last."""
 
     def __init__(self, pause: float) -> None:
         self.pause = pause
@@ -38,7 +38,7 @@ class Line(Listener):
 
 
 def find() -> Line | None:
-    """Return the listener on every rank under HyperPod's agent, and on rank 0 if the variable is set.
+    """Return the listener on every rank under HyperPod, else on rank 0 if requested.
 
     Raises:
         ConfigError: the variable is no number of seconds.

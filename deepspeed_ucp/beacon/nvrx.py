@@ -1,4 +1,4 @@
-"""NVRx's rank monitor (``ft_launcher``), through its client: a heartbeat per step, and sections with a timeout."""
+"""Heartbeats and timed sections for NVRx's rank monitor (``ft_launcher``)."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class NVRx(Listener):
 
 
 def find() -> NVRx | None:
-    """Connect if ``ft_launcher`` has started this rank, unless the script has connected already.
+    """Connect to ``ft_launcher``'s monitor unless the script has connected already.
 
     The monitor accepts one client at a time. If the script connects later, this listener is muted.
     """

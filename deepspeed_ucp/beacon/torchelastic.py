@@ -1,4 +1,4 @@
-"""torch elastic's file timer: the torchrun agent kills a rank that makes no progress, and restarts all ranks.
+"""Timers for torch elastic's agent, which kills a rank that makes no progress.
 
 An agent with ``TORCHELASTIC_ENABLE_FILE_TIMER=1`` reads timers from a named pipe. A rank sets its timer at the end of
 its first step and renews it with each phase of a step. Loads and saves take as long as they take: the timer is off in
@@ -25,11 +25,11 @@ _RENEWALS = 20
 _UNTIMED = ("load", "save")
 """Phases without a timer."""
 
-_limit = 0.0
+_limit = 0.0  # seconds; 0 sets no timer
 
 
 def set_limit(seconds: float) -> None:
-    """Set the length of this process's timer; of several engines the longest counts. 0 sets no timer."""
+    """Set this process's timer in seconds; of several engines the longest counts."""
     global _limit  # noqa: PLW0603 - one timer for the process
     _limit = max(_limit, seconds)
 

@@ -185,7 +185,7 @@ def _begin(work: _Conversion, stack: ExitStack) -> bool:
 
 
 def _reuse(work: _Conversion) -> bool:
-    """Return True if the destination is the same conversion and complete (rank 0 only)."""
+    """Return True if the destination is the same complete conversion (rank 0 only)."""
     staging, options = work.staging, work.options
     manifest = None
     if not options.overwrite:
@@ -326,7 +326,7 @@ def _finish(work: _Conversion, written: Sequence[Written]) -> None:
 
 
 def _close_files(work: _Conversion, written: Sequence[Written]) -> dict[int, int]:
-    """Write frames of files with several ranges, and this rank's small files; return each file's CRC32."""
+    """Write frames of divided files, and this rank's small files; return all CRC32s."""
     comm, folder = work.comm, work.staging.folder
     crcs = join_ranges(written, work.files)
     split = {item.range.output for item in written if item.range.numel < work.files[item.range.output].atom.numel}
@@ -338,7 +338,7 @@ def _close_files(work: _Conversion, written: Sequence[Written]) -> dict[int, int
 
 
 def _write_states(work: _Conversion) -> tuple[dict[str, SealedFile], int]:
-    """Write the state files; return all files without atoms and their bytes, hard links counted once."""
+    """Write the state files; return all files without atoms, and their bytes."""
     states = write_states(work.index, work.staging.folder)
     inodes = {os.stat(work.staging.path(name)).st_ino: state.size for name, state in states.items()}
     steps = {path: SealedFile(size=len(data), crc=crc) for path, (data, crc) in work.steps.items()}
@@ -346,7 +346,7 @@ def _write_states(work: _Conversion) -> tuple[dict[str, SealedFile], int]:
 
 
 def _commit(work: _Conversion, crcs: Mapping[int, int], states: Mapping[str, SealedFile]) -> int:
-    """Write the manifest and publish the output; return the bytes of the manifest and of the atoms' files."""
+    """Write the manifest and publish the output; return bytes of manifest and atoms."""
     staging, full = work.staging, work.full
     atoms = [file.seal_atom(crcs[number]) for number, file in enumerate(work.files)]
     files = {**states, **{file.path: file.seal(crcs[number]) for number, file in enumerate(work.files)}}

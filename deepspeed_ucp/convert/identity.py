@@ -13,12 +13,12 @@ from ..model.records import Record
 
 
 def identify(index: AtomicIndex) -> tuple[Fingerprint, str]:
-    """Return the fingerprint of a checkpoint's files, and the digest of the view of them."""
+    """Return the fingerprint of a checkpoint's files, and the digest of its index."""
     return fingerprint(index), digest_view(index)
 
 
 def fingerprint(index: AtomicIndex) -> Fingerprint:
-    """Identify a checkpoint by its files' names, sizes and header CRCs, and a SHA-256 of these.
+    """Identify a checkpoint by its files' names, sizes and header CRCs.
 
     A header's CRC covers the CRCs of all records. Without it the records' CRCs are used, and for bytes without a
     checksum the file's time of change. Names are relative to the state file's folder, so a moved checkpoint keeps its
@@ -45,7 +45,7 @@ def fingerprint(index: AtomicIndex) -> Fingerprint:
 
 
 def digest_view(index: AtomicIndex) -> str:
-    """Return the SHA-256 of an index: the places of all elements, and the run's and model's state.
+    """Return the SHA-256 of an index: element positions, run's and model's state.
 
     One set of files can have several indexes: the user names the parameters of a stage-0 checkpoint.
     """

@@ -1,4 +1,4 @@
-"""The files of an atomic checkpoint: the path of each atom, the zip frame around its bytes, and writing them."""
+"""The files of an atomic checkpoint: their paths, zip frames and contents."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ CONVERSION = OutputKind(
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """A file of an atomic checkpoint: its atom, relative path, and the zip frame around the data."""
+    """A file of an atomic checkpoint: its atom, relative path, and zip frame."""
 
     atom: FullTensor
     path: str
     image: ZipImage
 
     def write(self, folder: str, start: int, data: memoryview, crc: int) -> None:
-        """Write elements from ``start`` on; add the zip frame if they are all. ``crc`` is the CRC32 of the data."""
+        """Write elements with CRC32 ``crc`` from ``start`` on, and the zip frame if all."""
         with open_to_write(os.path.join(folder, self.path)) as fd:
             if data.nbytes == self.image.nbytes:
                 write_parts(fd, [self.image.head, data, self.image.tail(crc)], 0)
@@ -69,7 +69,7 @@ class OutputFile:
         return SealedAtom(name, state, instance, self.atom.dtype, self.atom.shape, self.image.data_offset, crc)
 
     def close(self, folder: str, crc: int) -> None:
-        """Write the zip frame of data that was written in several parts; ``crc`` is the CRC32 of all data."""
+        """Write the zip frame of data with the CRC32 ``crc``, written in several parts."""
         with open_to_write(os.path.join(folder, self.path)) as fd:
             write_at(fd, self.image.head, 0)
             write_at(fd, self.image.tail(crc), self.image.data_offset + self.image.nbytes)
@@ -96,7 +96,7 @@ def _make_file(full: FullTensors, atom: FullTensor, count: int, extensions: Iter
 
 
 def find_formless(full: FullTensors) -> list[str]:
-    """Return the parameters whose cut upstream's files cannot describe: its loader would cut them wrongly."""
+    """Return the parameters whose cut upstream's files cannot describe."""
     shapes = {key.name: atom.shape for key, atom in full.tensors.items()}
     return sorted(
         name
@@ -121,7 +121,7 @@ _NAMED = "An atomic checkpoint has a folder for each parameter, named like it, w
 
 
 def list_steps(index: AtomicIndex) -> dict[str, tuple[bytes, int]]:
-    """Relative path → content of every parameter's ``step.pt``, and the CRC32 of its zip directory."""
+    """Return path → content and zip directory's CRC32 of every ``step.pt``."""
     made: dict[tuple[type, object], tuple[bytes, int]] = {}
     steps = {}
     for param, scalars in sorted(index.scalars.items()):

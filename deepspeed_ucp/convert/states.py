@@ -1,4 +1,4 @@
-"""Write the files of an atomic checkpoint without atoms: client state, scheduler, counters; hyper-parameters, scaler.
+"""Writes an atomic checkpoint's files without atoms: client and optimizer state.
 
 Objects of the source's files are copied without running their code (``torchsave.rewrite``). One ``optimizer_state.pt``
 serves upstream's loaders of all stages: ZeRO 1/2 and BF16 read ``param_groups`` and the scaler at its top
@@ -66,7 +66,7 @@ def write_states(index: AtomicIndex, folder: str) -> dict[str, SealedFile]:
 
 
 def find_dropped_client(index: AtomicIndex) -> list[str]:
-    """Return the keys of the client state if each data-parallel rank has its own (ZeRO 3): the first rank's is kept."""
+    """Return client-state keys that each data-parallel rank has; the first's are kept."""
     if index.format or index.topology.zero_stage != 3 or index.topology.dp == 1:
         return []
     return sorted(map(str, _as_dict(read_header(index.state_file).tree).keys() - {*DEEPSPEEDS, KEY}))
@@ -85,7 +85,7 @@ def _make_empty(counters: Mapping[str, Any]) -> TorchFile:
 
 
 def _write_client_states(index: AtomicIndex, folder: str) -> Iterator[tuple[str, SealedFile]]:
-    """Write the client states of the other model-parallel ranks, with a script's random states."""
+    """Write the client states of the other model-parallel ranks."""
     if index.format:
         return
     tp, pp = index.written_degrees
@@ -108,7 +108,7 @@ def _link(path: str, name: str) -> None:
 
 
 def _strip_model(saved: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Remove the model's tensors from a model-states file; keep the modules' extra states."""
+    """Remove a model-states file's tensors, except the modules' extra states."""
     kept = {key: None if key in _EMPTIED else value for key, value in saved.items()}
     if isinstance(kept.get("module"), dict):
         kept["module"] = select_extra_states(saved)
@@ -118,7 +118,7 @@ def _strip_model(saved: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _find_optimizer(index: AtomicIndex, main: TorchFile) -> tuple[TorchFile, Any]:
-    """Return the file of the source's first optimizer state, and its dictionary (None without one)."""
+    """Return the source's first file with optimizer state, and its dictionary or None."""
     folder = os.path.dirname(index.state_file)
     if index.format:
         return main, None
@@ -141,7 +141,7 @@ def _as_dict(value: Any) -> dict[Any, Any]:
 def _describe_optimizer(
     index: AtomicIndex, file: TorchFile, state: Any, main: Mapping[Any, Any]
 ) -> tuple[dict[Any, Any], dict[str, bytes]]:
-    """Return the dictionary of ``optimizer_state.pt``, and its storages that are not in the source file."""
+    """Return the dictionary of ``optimizer_state.pt``, and its additional storages."""
     saved = _as_dict(state)
     kept = {
         key: value for key, value in saved.items() if key not in _SHARDED and count_bytes(file, value) <= _KEPT_BYTES
@@ -160,7 +160,7 @@ def _describe_optimizer(
 
 
 def _list_groups(groups: Sequence[GroupInfo], saved: Mapping[Any, Any]) -> list[dict[str, Any]]:
-    """Return param groups as in an optimizer's state_dict, each with one parameter: the group's flat buffer."""
+    """Return an optimizer's param groups, each with its flat buffer as parameter."""
     inner = next((_as_dict(saved[key]) for key in _INNER if key in saved), saved)
     originals = [_as_dict(group) for group in inner.get("param_groups") or ()]
     listed = []
@@ -172,7 +172,7 @@ def _list_groups(groups: Sequence[GroupInfo], saved: Mapping[Any, Any]) -> list[
 
 
 def _describe_step(index: AtomicIndex) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return the first parameter's step, which upstream's stage 3 uses for all parameters, and its storage."""
+    """Return the first parameter's step, used by upstream's stage 3, and its storage."""
     counted = (index.scalars.get(param, {}) for group in index.groups for param in group.members)
     steps = [scalars["step"] for scalars in counted if "step" in scalars]
     steps += [group.hyper["step"] for group in index.groups if "step" in group.hyper]

@@ -37,7 +37,7 @@ class Pair:
 
     @property
     def rounded_to(self) -> str:
-        """Smaller type to which a master is rounded, if the other side is a weight of this type; else empty."""
+        """Type of a smaller weight to which the master is rounded, or an empty string."""
         master, weight = sorted((self.left, self.right), key=lambda side: side.atom.state != MASTER)
         is_pair = master.atom.state == MASTER != weight.atom.state and {master.dtype, weight.dtype} <= FLOATING
         return weight.dtype if is_pair and weight.itemsize < master.itemsize else ""

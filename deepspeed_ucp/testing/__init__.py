@@ -1,4 +1,4 @@
-"""Check in your own CI that your model resumes exactly, on any number of ranks and under any ZeRO stage.
+"""Check that your model resumes exactly on any number of ranks and ZeRO stage.
 
 ```python
 def train(ds_config):                       # in a module that can be imported

@@ -1,4 +1,4 @@
-"""Gather the full state of a live engine, parameter by parameter, for comparison in tests.
+"""Gathers the full state of a live engine, parameter by parameter, for tests.
 
 It comes from DeepSpeed's public `safe_get_full_fp32_param` and `safe_get_full_optimizer_state`, or from the optimizer
 wrapper if these do not support the engine (stage 0) or are wrong (round_robin_gradients).
@@ -62,7 +62,7 @@ class CapturedEngine:
 
 
 def capture(engine: Any) -> CapturedEngine:
-    """Copy the state of `engine`. Collective: all ranks of the engine call it together."""
+    """Copy the state of `engine` (collective over all its ranks)."""
     wrapper = engine.optimizer
     inner, homes = getattr(wrapper, "optimizer", wrapper), dict[int, _Home]()
     for number, masters in _list_masters(wrapper, inner):
@@ -94,9 +94,10 @@ Whole = Callable[[Tensor], Tensor]
 
 @dataclass
 class _Home:
-    """Location of a trainable parameter's state: its group, and the state dict of the tensor that the optimizer steps.
+    """Location of a trainable parameter's state.
 
-    If `whole` is None, DeepSpeed's public functions gather the parameter.
+    `state` belongs to `master`, the tensor that the optimizer steps. If `whole` is None, DeepSpeed's public functions
+    gather the parameter.
     """
 
     master: Tensor
@@ -136,7 +137,7 @@ def _list_masters(wrapper: Any, inner: Any) -> Iterator[tuple[int, Masters]]:
 
 
 def _list_shuffled(wrapper: Any, index: int, flat: Tensor) -> Masters:
-    """List masters with round_robin_gradients, for which DeepSpeed's getters use wrong offsets.
+    """List masters with round_robin_gradients; DeepSpeed's getters misplace them.
 
     The 16-bit parameters are views of the flat 16-bit buffer, from which the offsets follow.
     """
@@ -169,7 +170,7 @@ def _gather_and_cut(process_group: Any, cut: Whole, partition: Tensor) -> Tensor
 
 
 def _link(parameters: list[Any], flat: Tensor, inner: Any) -> None:
-    """Link the optimizer states for the getters of stages 1 and 2, which DeepSpeed does in the first step."""
+    """Link optimizer states for the getters of stages 1 and 2, as the first step does."""
     for parameter in parameters:
         mapping = getattr(parameter, "_hp_mapping", None)
         if mapping is not None and not mapping.optim_fragment:

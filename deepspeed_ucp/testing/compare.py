@@ -14,7 +14,7 @@ Tensor = torch.Tensor
 
 
 def compare(saved: CapturedEngine, loaded: CapturedEngine, *, optimizer_states: bool = True) -> tuple[int, list[str]]:
-    """Compare the state of an engine at its save with that of the engine that loaded it.
+    """Compare the state of an engine at its save with the state that was loaded.
 
     Element-wise states are compared bit by bit. A state that only one side has must be zero, because optimizers make
     their states before or in the first step. Tensors are cast to the loaded engine's dtype first.
@@ -113,7 +113,7 @@ def _equal(left: Any, right: Any) -> bool:
 
 
 def _difference(name: str, want: Tensor, got: Tensor) -> list[str]:
-    """Describe the first difference of two tensors; empty if they are equal bit by bit."""
+    """Describe the first difference of two tensors; empty if all bits are equal."""
     if want.shape != got.shape or want.dtype != got.dtype:
         return [f"{name}: saved {tuple(want.shape)} {want.dtype}, loaded {tuple(got.shape)} {got.dtype}"]
     if want.numel() == 0:

@@ -1,4 +1,4 @@
-"""The pytest fixtures. In your `conftest.py`: `pytest_plugins = ["deepspeed_ucp.testing.pytest_plugin"]`."""
+"""Pytest fixtures: `pytest_plugins = ["deepspeed_ucp.testing.pytest_plugin"]`."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def ucp_worlds() -> Iterator[WorldPool]:
 
 @pytest.fixture
 def resume_equivalence(ucp_worlds: WorldPool, tmp_path: Path) -> Callable[..., ResumeReport]:
-    """`assert_resume_equivalent` with the session's worlds and this test's temporary folder."""
+    """`assert_resume_equivalent` with the session's worlds and a temporary folder."""
     return partial(assert_resume_equivalent, worlds=ucp_worlds, directory=tmp_path / "checkpoint")

@@ -30,7 +30,7 @@ class Resumed:
 
 
 def run_source(train_fn: Any, ds_config: dict[str, Any], steps: tuple[int, int], folder: str) -> list[float]:
-    """Train, save, continue; return the losses after the save. Rank 0 writes the state at the save into the folder."""
+    """Train, save and continue; return the losses after the save."""
     training = train_fn(copy.deepcopy(ds_config))
     engine = next(training)
     train(training, steps[0])

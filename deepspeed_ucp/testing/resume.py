@@ -68,7 +68,7 @@ def assert_resume_equivalent(
     worlds: WorldPool | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> ResumeReport:
-    """Check that a training saved under `source` resumes under `target` as if it had never stopped.
+    """Check that a run saved under `source` resumes exactly under `target`.
 
     The source trains `steps[0]` steps, saves, and trains `steps[1]` more: the reference. The target loads the save and
     is compared with the source at its save: masters, 16-bit values and optimizer states bit by bit, frozen parameters,

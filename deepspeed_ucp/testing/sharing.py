@@ -1,4 +1,4 @@
-"""Ranks that share a GPU: their collectives go through host memory and gloo, because NCCL needs a GPU per rank."""
+"""Lets ranks share GPUs: collectives go through host memory and gloo, not NCCL."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COLLECTIVE = re.compile("all_?(reduce|gather|to_?all)|_allgather|_?reduce|broad
 
 
 class HostGroup(dist.ProcessGroup):
-    """A process group whose collectives run synchronously, by gloo on copies in host memory."""
+    """A process group that runs gloo's collectives on copies in host memory."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -80,7 +80,7 @@ def _make_done() -> Work:
 
 
 def share_gpus(backend: str) -> None:
-    """Let ranks of this machine share its GPUs: rank r takes GPU r modulo their number.
+    """Let ranks share this machine's GPUs: rank r takes GPU r modulo their number.
 
     Args:
         backend: the name that :class:`HostGroup` gets among torch's backends.

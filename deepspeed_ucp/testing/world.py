@@ -1,4 +1,4 @@
-"""Worlds: N processes on this machine that form a process group and run functions for a test.
+"""Worlds: N processes on this machine that run functions in a process group.
 
 Importing torch and DeepSpeed takes seconds of CPU per process. The ranks are therefore forked from a fork server that
 has imported both, and a world stays alive between calls. This module imports neither, because a pytest plugin imports
@@ -156,11 +156,11 @@ class World(AbstractContextManager["World"]):
         answers, silent = self._collect(self.timeout if timeout is None else timeout)
         if silent or any(answer.error is not None for answer in answers.values()):
             self._fail(answers, silent)
-        self._signal(signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)  # else gloo's threads would poll a hundred times a second
         return [answers[rank].result for rank in range(self.world_size)]
 
     def close(self) -> None:
-        """Kill the ranks and remove their files in the temporary folder and in /dev/shm. Can be called twice."""
+        """Kill the ranks and remove their files; a second call does nothing."""
         if self.closed:
             return
         self.closed = True
@@ -178,7 +178,7 @@ class World(AbstractContextManager["World"]):
         self.close()
 
     def _signal(self, number: int) -> None:
-        """Stop or continue the ranks: between calls, gloo's threads would poll a hundred times a second."""
+        """Stop the ranks between calls, or continue them."""
         for process in self._processes:
             with suppress(ProcessLookupError):
                 os.kill(_get_pid(process), number)
@@ -209,7 +209,7 @@ class World(AbstractContextManager["World"]):
             return _Answer(error=f"the process ended with exit code {process.exitcode}\n{self._log(rank)}")
 
     def _fail(self, answers: Mapping[int, _Answer], silent: list[int]) -> NoReturn:
-        """Close the world and raise the exception of the rank that failed first, or a summary if there is none."""
+        """Close the world and raise the exception of the rank that failed first."""
         for rank in silent:  # faulthandler writes the traceback to the log, then the rank exits
             os.kill(_get_pid(self._processes[rank]), signal.SIGUSR1)
         end = time.monotonic() + _ENDING
@@ -231,7 +231,7 @@ class World(AbstractContextManager["World"]):
 
 
 class WorldPool(AbstractContextManager["WorldPool"]):
-    """Worlds by size: started on demand, replaced after a failed call, closed together."""
+    """Worlds by size, started on demand and replaced after a failed call."""
 
     def __init__(self, *, timeout: float = DEFAULT_TIMEOUT, env: Mapping[str, str] | None = None):
         self._timeout = timeout
@@ -256,7 +256,7 @@ class WorldPool(AbstractContextManager["WorldPool"]):
 
 @dataclass
 class _Answer:
-    """Answer of a rank: a result, or the text of an error and, if it can be pickled, the exception."""
+    """A rank's result, or its error's text and, if it can be pickled, the exception."""
 
     result: Any = None
     error: str | None = None
@@ -265,7 +265,7 @@ class _Answer:
 
 
 def _choose_context(accelerator: str) -> Any:
-    """Fork ranks on CPUs; spawn them on GPUs, because a fork of a process that has initialized CUDA cannot use it."""
+    """Fork ranks on CPUs; spawn them on GPUs, as a forked process cannot use CUDA."""
     if accelerator != "cpu":
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
@@ -274,7 +274,7 @@ def _choose_context(accelerator: str) -> Any:
 
 
 def _serve(connection: Connection, variables: dict[str, str], folder: str, timeout: float, modules: list[str]) -> None:
-    """Main function of a rank: join the group, then answer calls until the connection is closed."""
+    """Join the group, then answer calls until the connection is closed."""
     gc.freeze()  # keeps the modules of the fork server out of collections, and their memory shared
     gc.set_threshold(20_000, 20, 50)  # there is a collection after each call
     os.setsid()  # a process group that can be killed together with the rank's child processes
@@ -320,7 +320,7 @@ def _answer(call: bytes) -> bytes:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles plain tensors as bytes, for the CPU; torch would write a file for each tensor."""
+    """Pickles plain tensors as bytes, for the CPU, instead of a file for each tensor."""
 
     def reducer_override(self, obj: Any) -> Any:
         import torch
@@ -343,7 +343,7 @@ def _make_tensor(data: bytes, dtype: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _pickle_error(error: BaseException) -> bytes | None:
-    """Pickle an exception; None if that fails, or if it is a KeyboardInterrupt or the like."""
+    """Pickle an exception; None if that fails or if it is no `Exception`."""
     if not isinstance(error, Exception):
         return None
     try:
@@ -381,7 +381,7 @@ def _join_group(folder: str, timeout: float) -> None:
 
 
 def _choose_backend(ranks: int) -> str:
-    """Choose gloo on CPUs, the accelerator's backend if each rank has a device, else the one for shared GPUs."""
+    """Choose gloo, the accelerator's backend, or the backend of shared GPUs."""
     from deepspeed.accelerator import get_accelerator
 
     device = get_accelerator()
@@ -396,7 +396,7 @@ def _choose_backend(ranks: int) -> str:
 
 
 def _share_device() -> None:
-    """Let all gloo groups of this process share a device; each device has a thread that polls."""
+    """Let all gloo groups of this process share a device, whose thread polls."""
     from torch.distributed import distributed_c10d
 
     gloo: Any = distributed_c10d.ProcessGroupGloo
@@ -415,7 +415,7 @@ def _share_device() -> None:
 
 
 def _share_groups() -> None:
-    """Let `torch.distributed.new_group` return the same group for the same ranks: engines never destroy theirs."""
+    """Let `new_group` return one group for the same ranks: engines destroy none."""
     import torch.distributed
 
     make, made = torch.distributed.new_group, dict[object, Any]()
@@ -433,7 +433,7 @@ def _share_groups() -> None:
 
 
 def _copy_groups() -> dict[str, Any]:
-    """Copy DeepSpeed's globals of parallel groups, which an engine with an mpu changes."""
+    """Copy DeepSpeed's globals of parallel groups, which engines with an mpu change."""
     from deepspeed.utils import groups
 
     names = [name for name in vars(groups) if name in ("mpu", "mesh_device") or name.lstrip("_").isupper()]
