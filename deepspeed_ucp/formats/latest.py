@@ -57,7 +57,7 @@ _LONGEST = 4096
 
 
 def read_tag(path: str) -> str:
-    """Read the relative path in a ``latest`` file; FileNotFoundError without the file."""
+    """Read a ``latest`` file's tag, a relative path; FileNotFoundError without it."""
     try:
         data = read_small(path, _LONGEST + 1)
         tag = data.decode("utf-8").strip()
@@ -404,7 +404,7 @@ def list_unsealed(places: Sequence[str], tags: Sequence[str]) -> set[str]:
 
 
 def is_sealed(places: Sequence[str], tag: str) -> bool:
-    """Return True if a tag has a seal in some place; places are asked in order."""
+    """Return True if a tag has a seal in some place; places are read in order."""
     return any(_has_seal(os.path.join(place, tag)) for place in places)
 
 

@@ -205,7 +205,7 @@ def find_files(folders: Sequence[str], comm: Comm, list_place: Callable[[str], E
 
 
 def list_files(folder: str, comm: Comm) -> FileTable:
-    """List a folder that every rank sees, on one rank; collective."""
+    """List a folder that every rank sees, on one rank (collective)."""
     folder, entries = comm.once(lambda: list_published(folder, list_entries))
     note_listed(folder, entries)
     return FileTable.of(folder, entries)
@@ -237,7 +237,7 @@ def list_by_host(table: FileTable) -> dict[str, list[str]]:
 
 
 def describe_hosts(table: FileTable) -> str:
-    """List machines with their files' data-parallel ranks; empty if all see the same."""
+    """Describe the machines' files by data-parallel rank; empty if all see the same."""
     by_host = {
         host: {ranks[1] for name in names if (ranks := read_optim_ranks(name))}
         for host, names in list_by_host(table).items()
@@ -349,7 +349,7 @@ class Copy(NamedTuple):
 
 
 def _unite(table: FileTable, digests: Sequence[bytes], comm: Comm) -> FileTable:
-    """Unite the listings of all ranks, given the digest of each; collective."""
+    """Unite the listings of all ranks, given the digest of each (collective)."""
     numbers: dict[bytes, int] = {}
     ranks = [numbers.setdefault(digest, len(numbers)) for digest in digests]
     mine, among = ranks[comm.rank], [rank for rank, view in enumerate(ranks) if view == ranks[comm.rank]]

@@ -119,7 +119,7 @@ def survey_checkpoint(
 
 
 def survey_files(where: FileTable, comm: Comm, naming: Naming | None = None) -> FolderReport:
-    """Read the headers of listed files and collect all findings; collective."""
+    """Read the headers of listed files and collect all findings (collective)."""
     atomic, foreign, manifest = holds_atoms(where.entries), find_foreign(where.entries), None
     extensions: list[SaveExtension] = []
     try:
@@ -169,7 +169,7 @@ def lacks_states(folder: str) -> bool:
 
 
 def seal_folder(folder: str, comm: Comm, *, local: bool = False) -> None:
-    """Write or replace the seal of a finished save; collective.
+    """Write or replace the seal of a finished save (collective).
 
     Args:
         local: every node has its own folder, and gets the seal.

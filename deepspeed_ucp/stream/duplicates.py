@@ -45,7 +45,7 @@ _Sample = tuple[ParamKey, int, Fragment]
 
 
 def check_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) -> None:
-    """Compare redundant data; collective.
+    """Compare redundant data (collective).
 
     At some elements of each shard ``cast(master)`` is compared with the copy in the model states. Training keeps them
     equal, so a differing shard was not saved together with the model states. ZeRO 3 saves no copies.
@@ -87,7 +87,7 @@ def _check_repeated(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) 
 
 
 def _check_master_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) -> None:
-    """Compare masters and copies in this rank's share of files; collective."""
+    """Compare masters and copies in this rank's share of files (collective)."""
     atoms, files, pairs = index.atoms, list[int](), list[Pair]()
     compared, differing, first = Counter[int](), Counter[int](), dict[int, str]()
     for file, samples in _find_samples(index, touched, comm).items():
@@ -235,7 +235,7 @@ _Difference = tuple[AtomKey, float, int, int]
 
 
 def check_replicas(atoms: Sequence[Atom], index: AtomicIndex, comm: Comm) -> None:
-    """Compare the replicas of tensor-parallel ranks byte by byte; collective.
+    """Compare the replicas of tensor-parallel ranks byte by byte (collective).
 
     Raises:
         MismatchError: replicas differ; the message names the parameter, the ranks and the largest difference.
@@ -291,7 +291,7 @@ def _find_largest_difference(part: Want, first: bytearray, other: bytearray) -> 
 
 
 def check_instances(index: AtomicIndex, counts: Mapping[str, int], touched: Iterable[AtomKey], comm: Comm) -> None:
-    """Check the copies of parameters that several pipeline stages hold; collective.
+    """Check the copies of parameters that several pipeline stages hold (collective).
 
     DeepSpeed ties only ``tied_weight_attr``; other parameters of a tied module diverge between stages.
 
@@ -333,7 +333,7 @@ Judge = Callable[[int, bytearray, bytearray], None]
 
 
 def compare_pairs(index: AtomicIndex, pairs: Sequence[Pair], judge: Judge, comm: Comm) -> None:
-    """Read pairs of elements, and call ``judge`` for each in order; collective.
+    """Read pairs of elements, and call ``judge`` for each in order (collective).
 
     Args:
         pairs: this rank's pairs. Other ranks read for it if it cannot.
@@ -391,7 +391,7 @@ def _divide(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
 
 
 def _read_there(index: AtomicIndex, pairs: Sequence[Pair], comm: Comm) -> list[Values]:
-    """Return the bytes of this rank's pairs, each read by a rank that can; collective."""
+    """Return the bytes of this rank's pairs, read by ranks that can (collective)."""
     wants = [want for pair in pairs for want in pair]
     reads = [list_reads([want]) for want in wants]
     spans = [(read.record, read.offset, read.end) for row in reads for read in row]

@@ -69,7 +69,7 @@ class FullTensor:
         )
 
     def want(self, start: int, numel: int) -> Want:
-        """Want elements [start, start + numel) of the logical tensor."""
+        """Return the want of elements [start, start + numel) of the logical tensor."""
         return Want(self.atom, start, numel, view=self.view)
 
 

@@ -220,7 +220,7 @@ def verify_reads(read: Sequence[Checked], index: AtomicIndex, comm: Comm, *, thr
 
 
 def verify_records(index: AtomicIndex, records: Iterable[int], comm: Comm) -> int:
-    """Read whole records, each on one rank, and compare their checksums; collective.
+    """Read whole records, each on one rank, and compare their checksums (collective).
 
     Returns:
         Number of bytes that this rank has read.

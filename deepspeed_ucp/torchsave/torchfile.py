@@ -117,7 +117,7 @@ class HeaderCache:
 
 
 def _list_entries(end: bytes) -> dict[str, int]:
-    """Record name → position of its checksum in the last bytes of a zip."""
+    """Map record names to positions of their checksums in the last bytes of a zip."""
     positions = {}
     at = end.find(_ENTRY_MAGIC)
     while at >= 0 and len(end) >= at + _ENTRY.size and end[at : at + 4] == _ENTRY_MAGIC:

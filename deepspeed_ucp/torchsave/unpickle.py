@@ -376,7 +376,7 @@ class Pickled(pickle._Unpickler):
         made.edits.append((op, operands))
 
     def list_uses(self) -> tuple[dict[Global, Use], tuple[Use, ...]]:
-        """Return the use of each named class or function, and the uses of their attributes (``getattr``).
+        """Return the uses of named classes and functions, and of their attributes.
 
         Values that were popped from the stack count as used too.
         """

@@ -206,7 +206,7 @@ def dump_value(value: Any, dtype: str | None = None) -> tuple[bytes, int]:
 
 
 class RecordWriter:
-    """Writes a ``torch.save`` file record by record into an open file, without fsync.
+    """Writer of a ``torch.save`` file, record by record into an open file; no fsync.
 
     ``torch.serialization`` can use it as its writer. Each byte is read once for both the copy and the checksum.
 
@@ -266,7 +266,7 @@ class RecordWriter:
 
 
 class _MemoryWriter(RecordWriter):
-    """Writes a small file into memory."""
+    """Writer of a small file into memory."""
 
     def __init__(self) -> None:
         super().__init__(-1)

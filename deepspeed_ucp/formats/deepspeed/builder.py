@@ -230,7 +230,7 @@ _Empty = Mapping[tuple[ParamKey, int], Shape]
 
 
 class Builder:
-    """Collects the parts of an index; :meth:`finish_atoms` validates them.
+    """Collector of the parts of an index; :meth:`finish_atoms` validates them.
 
     Args:
         tp: tensor-parallel degree: the number of shards of each atom, except those with one shard.
@@ -434,7 +434,7 @@ class Builder:
                 )
 
     def close_gaps(self) -> list[str]:
-        """Renumber instances without gaps; return the parameters that lacked some."""
+        """Renumber the instances without gaps; return the parameters with missing ones."""
         filed = {
             name: [at for at in range(most) if ParamKey(name, at) in self._storages]
             for name, most in self.instances.items()

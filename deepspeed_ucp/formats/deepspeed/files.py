@@ -305,7 +305,7 @@ def _explain_nothing(folder: str, names: Iterable[str]) -> UcpError:
 
 
 def holds_atoms(entries: Mapping[str, Entry]) -> bool:
-    """Return True for an atomic checkpoint, ours or of ``ds_to_universal``.
+    """Return True for an atomic checkpoint, by this package or ``ds_to_universal``.
 
     A normal checkpoint that was converted into its own folder counts as a normal one.
     """
@@ -329,7 +329,7 @@ def read_model_rank(name: str) -> int | None:
 
 
 def read_optim_ranks(name: str) -> tuple[int, int] | None:
-    """Parse (model-parallel, data-parallel) ranks of a file per data rank; else None."""
+    """Parse the (model-parallel, data-parallel) ranks in a file's name; else None."""
     if match := _OPTIM.fullmatch(strip_writer(name)):
         return int(match[3]), int(match[2])
     match = _MODEL_ZERO3.fullmatch(strip_writer(name))

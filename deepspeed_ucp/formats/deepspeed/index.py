@@ -211,7 +211,7 @@ def _list_sliced_bases(model: ModelHeader) -> list[str]:
 
 
 def _find_lost_states(save: Save, atoms: Mapping[AtomKey, Atom]) -> dict[AtomKey, str]:
-    """Return the parameters whose optimizer states DeepSpeed kept elsewhere, unsaved."""
+    """Return the parameters whose optimizer states are in no file, with the reason."""
     options, reason = save.zero.get("offload_optimizer"), ""
     ratio = options.get("ratio", 1) if isinstance(options, dict) else 1
     if describe_offload(save.zero).startswith("superoffload/"):

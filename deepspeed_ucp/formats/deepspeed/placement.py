@@ -252,7 +252,7 @@ def _make_part(
 
 
 def _find_writer(stages: Sequence[_Stage], key: str, layer: int) -> int | None:
-    """Return the stage that wrote a tied layer's file: its layers surround the file.
+    """Return the stage that wrote a tied layer's file, by the layers around it.
 
     Several stages fit if they hold only tied modules; the first use of a module has the file.
     """

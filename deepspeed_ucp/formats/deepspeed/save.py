@@ -93,7 +93,7 @@ class Save:
         return self.where.folder
 
     def name(self, role: str, *key: Any) -> str:
-        """Return a file's name in the folder or, if it is missing, the one by DeepSpeed."""
+        """Return a file's name in the folder, or DeepSpeed's name for a missing file."""
         return self.names[role].get(key) or ROLES[role].make_name(*key)
 
     def path(self, file: FileHeader | str) -> str:

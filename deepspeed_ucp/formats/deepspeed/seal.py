@@ -57,7 +57,7 @@ class Seal(BaseModel):
 
     @property
     def is_manifest(self) -> bool:
-        """True for a conversion's."""
+        """Whether it is a conversion's manifest."""
         return self.version == OF_CONVERSIONS
 
     def dump(self) -> bytes:

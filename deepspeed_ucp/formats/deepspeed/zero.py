@@ -1,4 +1,4 @@
-"""Builds atoms from files of ZeRO 1, 2, 3 and BF16_Optimizer."""
+"""Build atoms from files of ZeRO 1, 2, 3 and BF16_Optimizer."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def read_with(parse: Callable[[str], T], where: FileTable, name: str) -> T:
 
 
 def read_once(parse: Callable[[str], T], where: FileTable, name: str, comm: Comm) -> T:
-    """Read a file on one rank for all; collective. Arguments as for :func:`read_with`."""
+    """Read a file on one rank for all (collective); arguments as of :func:`read_with`."""
     return where.once(name, lambda: read_with(parse, where, name), comm)
 
 
@@ -229,7 +229,7 @@ def make_index(contents: Contents, where: FileTable) -> AtomicIndex:
 
 
 class _Maker:
-    """Numbers files and records, and makes atoms."""
+    """Number files and records, and make atoms."""
 
     def __init__(self, where: FileTable) -> None:
         self.where = where

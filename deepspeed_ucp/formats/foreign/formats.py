@@ -44,7 +44,7 @@ READERS: dict[str, Callable[[FileTable, Comm], tuple[Contents, list[Finding]]]] 
     **{kind: partial(weights.read_contents, kind) for kind in (names.SAFETENSORS, names.STATE_DICT)},
     names.ADAPTER: adapter.read_contents,
 }
-"""Readers of the headers of a folder's files, each on one rank; collective.
+"""Readers of the headers of a folder's files, each on one rank (collective).
 
 They raise CheckpointError if files are damaged, missing or contradictory, UnsupportedError for an unknown kind, equal
 on all ranks.
@@ -52,7 +52,7 @@ on all ranks.
 
 
 def survey_foreign(where: FileTable, comm: Comm, kind: str) -> tuple[AtomicIndex, list[Finding]]:
-    """Return the index of a foreign checkpoint, and warnings; collective."""
+    """Return the index of a foreign checkpoint, and warnings (collective)."""
     if kind == names.MEGATRON:
         raise comm.common(UnsupportedError(names.REFUSAL, path=where.folder))
     taken = names.pick_model(kind, [name for name in where.entries if names.holds(kind, name)])

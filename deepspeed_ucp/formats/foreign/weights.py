@@ -81,7 +81,7 @@ NamedTensors = dict[str, StoredTensor]
 
 
 def read_contents(kind: str, where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]]:
-    """Read the headers of one, indexed or numbered model files (collective)."""
+    """Read the headers of the model's files: one, indexed or numbered (collective)."""
     indexes = sorted(name for name in where.entries if name.endswith(_INDEX))
     files = sorted(name for name in where.entries if not name.endswith(_INDEX))
     weight_map: dict[str, str] | None = None

@@ -60,7 +60,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
 
 
 class PatternRecord(TypedDict):
-    """How a parameter was assembled: the pattern as data, and its origin."""
+    """The pattern by which a parameter was assembled, as data, and its origin."""
 
     pattern: dict[str, Any]
     origin: str
@@ -218,7 +218,7 @@ def find_manifest(folder: str) -> Manifest | Finding | None:
 
 
 def parse_index(seal: Seal, path: str) -> Manifest:
-    """Parse and check the index of a seal from ``path``, which may come from anybody."""
+    """Parse and check the untrusted index of a seal from ``path``."""
     bare = seal.model_copy(update={"index": {}})
     try:
         data = {key: value if key == "atoms" else decode(value) for key, value in seal.index.items()}
@@ -302,7 +302,7 @@ def open_conversion(
 def find_faults(folder: str, seal: Seal, names: Iterable[str] | None = None) -> list[Finding]:
     """Return the faults of sealed files that are missing or not of the sealed size.
 
-    An object store lists a thousand files at once; a file system is asked for each file.
+    An object store lists a thousand files at once; a file system looks up each file.
 
     Args:
         names: files to look at (default: all).

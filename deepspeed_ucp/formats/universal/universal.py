@@ -54,7 +54,7 @@ _STEP = "step"
 
 
 def survey_atomic(where: FileTable, comm: Comm) -> tuple[AtomicIndex | None, list[Finding], Manifest | None]:
-    """Return the index, findings and manifest of a checkpoint; collective.
+    """Return the index, findings and manifest of a checkpoint (collective).
 
     DeepSpeed's universal checkpoint has no manifest (None), and its faults are raised. With a manifest, one rank reads
     only this file, and sizes are checked; else all headers are read. Each atom has one shard of the logical shape. The
@@ -138,7 +138,7 @@ def _make_missing_error(folder: str, names: str) -> CheckpointError:
 
 
 def _read_headers(where: FileTable, comm: Comm) -> UniversalHeaders:
-    """Read a universal checkpoint's headers, each on one rank; collective."""
+    """Read a universal checkpoint's headers, each on one rank (collective)."""
     folder = where.folder
     entries = comm.once(lambda: _list_zero_folder(where))
     note_listed(os.path.join(folder, ZERO), entries)  # any rank may read a file whose header another rank has read
