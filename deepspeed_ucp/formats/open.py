@@ -234,9 +234,7 @@ def _read_weights(where: FileTable, comm: Comm) -> tuple[Save, list[Finding]] | 
     save, findings = gather_save(where.choose(lambda name: not holds_optimizer(name)), comm)
     if save is None or make_error(findings) is not None:
         return None
-    text = (
-        f"{where.folder}: its files of optimizer states are not whole and are ignored, since only weights are loaded."
-    )
+    text = f"{where.folder}: ignoring its incomplete or damaged optimizer states, since only weights are loaded."
     return save, [*findings, Finding("missing", "", text, WARNING)]
 
 

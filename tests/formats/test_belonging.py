@@ -155,7 +155,7 @@ def test_newer_weights_in_the_parent_folder_are_a_warning(file: str, topology: T
     assert find() == []
     for each in (*path.iterdir(), tmp_path / "latest"):
         age(each, 5)
-    words = f"{path}: {file} and trainer_state.json beside it were written 5 hours later"
+    words = f"{path}: {file} and trainer_state.json in its parent folder were written 5 hours later"
     assert [text.startswith(words) for text in find()] == [True] * (file != "training_args.bin")
     age(tmp_path / "trainer_state.json", 5)
     assert find() == []

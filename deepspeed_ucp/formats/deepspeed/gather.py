@@ -415,7 +415,7 @@ def _find_newer(folder: str, written: float, slack: float) -> list[Finding]:
     if not weights or TRAINER_STATE not in late:
         return []
     text = (
-        f"{folder}: {shorten(weights)} and {TRAINER_STATE} beside it were written "
+        f"{folder}: {shorten(weights)} and {TRAINER_STATE} in its parent folder were written "
         f"{_name_span(entries[weights[0]].changed - written)} later. If they are of a save of weights alone "
         f"(save_only_model), this tag is older; to start from these weights, move the tag and `{LATEST}` away."
     )

@@ -417,7 +417,7 @@ def _read_place(info: Mapping[str, Any], path: str, folder: str) -> tuple[str, i
         )
     file = _join_path(folder, read_name(info["relative_path"]))
     if posixpath.isabs(file) or file.split("/")[0] == "..":
-        raise CheckpointError(f"names {file!r}, which lies outside of the folder; it is made to harm.", path=path)
+        raise CheckpointError(f"names {file!r}, which lies outside of the folder; it is malicious.", path=path)
     offset, nbytes = info["offset"], info["length"]
     if not (is_short(offset) and is_short(nbytes) and offset >= 0 < nbytes):
         raise CheckpointError(f"declares {nbytes} bytes at byte {offset}; it is damaged.", path=path)

@@ -145,7 +145,7 @@ def _unite(
     missing = [name for name in weight_map or () if name not in merged]
     if missing:
         raise CheckpointError(
-            f"tells of {shorten(missing)}, which the named files do not contain. The folder mixes files of "
+            f"lists {shorten(missing)}, which the named files do not contain. The folder mixes files of "
             "several saves, or a copy was cut short.",
             path=where.path(head),
         )
@@ -198,7 +198,7 @@ def _parse_header(header: dict[str, Any], name: str, path: str, begin: int, size
             raise UnsupportedError(f"{key} has elements of type {entry['dtype']}, which is not read here.", path=path)
         if not type(low) is type(high) is int or not 0 <= low <= high <= size - begin:
             raise CheckpointError(
-                f"{key} is to lie at {low} to {high} of {size - begin} bytes; it is truncated.", path=path
+                f"declares {key} at bytes {low} to {high} of {size - begin}; it is truncated.", path=path
             )
         if high - low != count(shape) * ITEMSIZE[dtype]:
             raise CheckpointError(

@@ -402,7 +402,7 @@ def _add_scalars(builder: Builder, part: UniversalHeaders, notes: list[str]) -> 
         counters = part.save.model(0).counters
         step = int(counters.get("global_steps", 0)) - int(counters.get("skipped_steps", 0))
         builder.scalars.update({ParamKey(name): {_STEP: step} for name in trained})
-        notes.append(f"the converter kept no step of the optimizer; {step}, by the counters, is taken")
+        notes.append(f"the converter kept no step of the optimizer; the step {step} of the counters is used")
 
 
 def _add_zero3_scalars(builder: Builder, part: UniversalHeaders, name: str, flat: int) -> None:

@@ -149,7 +149,7 @@ def test_a_missing_step_comes_from_the_counters(folder: Path, caplog: pytest.Log
         path.unlink()
     index = open_alone(folder)
     assert index.scalars == {ParamKey(name): {"step": 3} for name in ("a.weight", "b.weight", "one")}
-    assert "kept no step of the optimizer; 3, by the counters, is taken" in caplog.text
+    assert "kept no step of the optimizer; the step 3 of the counters is used" in caplog.text
 
 
 def test_a_group_without_gradients_has_only_masters(tmp_path: Path) -> None:
