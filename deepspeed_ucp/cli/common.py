@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import logging
 import os
 import re
 import shutil
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from ..comm import Comm
     from ..model.index import AtomicIndex
     from ..tensor_parallel.rules import RuleSet
+
+logger = logging.getLogger("deepspeed_ucp")
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 """The action that a command's parser is added to."""
@@ -177,6 +180,14 @@ def open_index(
     return folder, open_checkpoint(folder, comm, Naming(groups=groups, weights_only=weights_only), also=also)
 
 
+def warn_unused_groups(options: argparse.Namespace, *indexes: AtomicIndex) -> None:
+    """Warn if ``--groups`` is given, but the files of all opened checkpoints name their parameters."""
+    from ..formats.deepspeed.naming import UNUSED
+
+    if options.groups and not any(index.topology.traits.is_positional for index in indexes):
+        logger.warning("%s", UNUSED)
+
+
 def find_folders(path: str, also: Sequence[str], comm: Comm) -> list[str]:
     """Find the tag's folder in each place, in order (collective).
 
@@ -212,12 +223,15 @@ def read_groups(value: str | None) -> str | list[list[str]] | None:
         return value
     import yaml
 
+    from ..comm import describe_os_error
+
     try:
         with open(value, encoding="utf-8") as stream:
             groups = yaml.safe_load(stream)
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"--groups: {value} cannot be read: {error}") from None
-    is_nested = isinstance(groups, list) and all(isinstance(group, list) for group in groups)
+        text = describe_os_error(error) if isinstance(error, OSError) else f"{value}: {error}"
+        raise ConfigError(f"--groups: {text.rstrip('.')}. Pass `module`, or a YAML or JSON file.") from None
+    is_nested = isinstance(groups, list) and groups and all(isinstance(group, list) for group in groups)
     if not is_nested or not all(isinstance(name, str) for group in groups for name in group):
         raise ConfigError(
             f"--groups: {value} must have a list of names per param group, such as [[a.weight], [a.bias]]."

@@ -18,6 +18,7 @@ from ..formats.open import FolderReport
 from ..io.store import list_tree
 from ..model.index import AtomicIndex
 from ..model.storage import COPY, ITEMSIZE, MASTER, MODULE, Atom, ParamKey, count, number_layer
+from ..model.wrappers import Form
 from ..plan.settling import settle_index
 from ..secrets import hide_at
 from ..tensor_parallel.kinds import Pattern, Unique
@@ -60,6 +61,8 @@ def list_contents(report: FolderReport, index: AtomicIndex, rules: Sequence[Rule
     sizes: dict[str, int] = defaultdict(int)
     for key, atom in index.atoms.items():
         sizes[key.state if key.state in (MASTER, COPY, MODULE) else ""] += atom.nbytes
+    if index.topology.traits.form is Form.NOTHING and not sizes[MASTER]:
+        topology["master"] = None
     shapes = [row["shape"] for row in rows if row["kind"] != BUFFER and not row["instance"]]
     return {
         "folder": report.folder,
@@ -298,9 +301,10 @@ def _write_head(index: AtomicIndex, data: Mapping[str, Any]) -> list[str]:
     model += [
         pluralize(number, what) if what == "buffer" else f"{number} {what}" for what, number in counts.items() if number
     ]
-    states = " ".join(optimizer["states"]) or "no states"
+    is_unnamed = any(finding.kind == "unnamed" for finding in data["findings"])
+    states = " ".join(optimizer["states"]) or ("states without names" if is_unnamed else "no states")
     rows = [
-        ("written by", _describe_writer(index, data["written_by"])),
+        ("written by", _describe_writer(index, data)),
         ("step", str(data["counters"].get("global_steps", "not recorded"))),
         ("optimizer", f"{optimizer['name']}: {states}" if optimizer["name"] else states),
         *(
@@ -322,14 +326,15 @@ def _write_values(hyper: Mapping[str, Any]) -> str:
     )
 
 
-def _describe_writer(index: AtomicIndex, written: Mapping[str, Any]) -> str:
-    topology = index.topology
+def _describe_writer(index: AtomicIndex, data: Mapping[str, Any]) -> str:
+    topology, written = index.topology, data["written_by"]
     if index.format:
         return f"{written['tool']}, {topology.precision}"
     if topology.is_atomic:
         return f"{written['tool']}, an atomic checkpoint"
     version = f"DeepSpeed {written['deepspeed']}: " if written["deepspeed"] else ""
-    extra = [f"masters {topology.master}"] + ["elastic"] * topology.elastic
+    extra = [f"masters {data['topology']['master']}" if data["topology"]["master"] else "no masters"]
+    extra += ["elastic"] * topology.elastic
     extra += [f"offload {topology.offload}"] * (topology.offload != "none/none")
     return f"{version}{topology.describe()}, {', '.join(extra)}"
 

@@ -58,6 +58,7 @@ def run(options: argparse.Namespace) -> int:
         if list_renames(rules) or any(rule.resizes for rule in rules):
             logger.warning("--patterns: rename and resize rules are for loads; the saved names and shapes are written")
         folder, index = common.open_index(options, options.source, options.also, comm)
+        common.warn_unused_groups(options, index)
         destination = options.destination or default_destination(folder)
         report = convert_index(index, folder, destination, comm, how, rules=rules)
         text = f"{report.destination}: already there, made of the same checkpoint."

@@ -70,6 +70,7 @@ def run(options: argparse.Namespace) -> int:
     with join_launch() as comm:
         rules = comm.run(lambda: common.read_rules(options))
         (_, left), (_, right) = (common.open_index(options, *side, comm) for side in _list_sides(options))
+        common.warn_unused_groups(options, left, right)
         found = diff_checkpoints(left, right, comm, how, rules=rules)
     data = {"a": options.a, "b": options.b, "equal": found.equal, **list_fields(found)}
     emit(options, data, to_text(found, everything=options.all))
@@ -84,6 +85,7 @@ def _compare_settings(options: argparse.Namespace) -> int:
     if options.only or options.states or options.tolerance:
         raise ConfigError("--config compares no tensors: leave --only, --states and --tolerance out.")
     (left, mine), (right, theirs) = (_open_settings(options, *side) for side in _list_sides(options))
+    common.warn_unused_groups(options, *(index for index in (left, right) if index))
     values, notes = compare_configs(mine, theirs)
     if left and right:
         values += [value for value in compare_values(left, right, {}, lambda name: True) if value.section != "scalar"]

@@ -107,6 +107,7 @@ def run(options: argparse.Namespace) -> int:
     with join_launch() as comm:
         only_weights = options.to == "hf" or options.weights_only
         _, index = common.open_index(options, options.checkpoint, options.also, comm, weights_only=only_weights)
+        common.warn_unused_groups(options, index)
         report = _export(options, index, comm)
         tensors, files = pluralize(report.tensors, "tensor"), pluralize(len(report.files), "file")
         rate = format_bytes(report.bytes_read / max(report.seconds, 1e-9))

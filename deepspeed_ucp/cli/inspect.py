@@ -60,6 +60,7 @@ def run(options: argparse.Namespace) -> int:
         is_unnamed = not groups and faults == {"unnamed"}
         index = report.index if is_unnamed and report.index else comm.run(report.require)
         if not comm.rank:
+            common.warn_unused_groups(options, index)
             _show(options, report, index, rules)
     return OK
 

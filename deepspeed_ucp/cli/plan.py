@@ -97,6 +97,7 @@ def _plan_resume(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]
     from ..model.topology import list_undescribed
 
     _, index = common.open_index(options, options.checkpoint, options.also, Comm())
+    common.warn_unused_groups(options, index)
     degrees = parse_degrees(options.target, index.topology, world=options.ranks)
     check = check_resume(index, degrees, common.read_rules(options), train_batch=options.train_batch_size)
     data = {"possible": not check.obstacles, "source": index.written, "target": degrees.describe()}

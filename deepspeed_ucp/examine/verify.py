@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import defaultdict
@@ -23,7 +24,7 @@ from ..formats.deepspeed.files import (
     read_swap_name,
     scan_folder,
 )
-from ..formats.deepspeed.naming import Naming
+from ..formats.deepspeed.naming import UNUSED, Naming
 from ..formats.findings import NOTE, WARNING, Finding, from_error, from_failure, sort_findings
 from ..formats.foreign.names import has_directory, is_foreign
 from ..formats.latest import check_latest
@@ -36,6 +37,8 @@ from ..stream.duplicates import check_samples
 from ..stream.full_tensors import WorkOptions
 from ..torchsave.records import FileRecord, FileRecords
 from ..torchsave.torchfile import list_records, name_storages
+
+logger = logging.getLogger("deepspeed_ucp")
 
 DEFAULT = WorkOptions(window=64 << 20)
 
@@ -124,6 +127,8 @@ def verify_checkpoint(
     where = find_files([folder, *also], comm, look)
     report = survey_files(where.choose(_is_opened), comm, Naming(groups=groups or "module"))
     more, index = comm.once(lambda: list_findings(report, groups)), report.index
+    if groups and index is not None and not index.topology.traits.is_positional and not comm.rank:
+        logger.warning("%s", UNUSED)
     where = where.choose(_holds_state)
     examiner = _Examiner(index, options, headers_only=headers_only)
     seen = examiner.examine_all(where, share_files(where, comm))
@@ -388,8 +393,8 @@ def list_findings(report: FolderReport, groups: Any = None) -> list[Finding]:
             finding = replace(finding, text=f"{finding.text} Only checksums were verified.")
         elif finding.kind == "unnamed" and not groups:
             text = (
-                f"{finding.text} The order of its optimizer states was not verified: give the parameters' names "
-                "(--groups)."
+                f"{os.path.join(report.folder, finding.file)}: stage 0 saves no parameter names, so the order of its "
+                "optimizer states was not verified. Give the names with --groups."
             )
             finding = replace(finding, text=text, severity=WARNING)
         findings.append(finding)

@@ -200,7 +200,7 @@ def test_groups_by_name_replace_a_live_engine(model: Model, groups: Any, wrapper
 
 def test_groups_by_name_that_do_not_match_are_refused(tmp_path: Path) -> None:
     save(tmp_path, TWO_GROUPS, KINDS[1])
-    with pytest.raises(MismatchError, match=r"groups of \[30, 3\] elements; this run: \[body.weight, body.bias"):
+    with pytest.raises(MismatchError, match=r"groups of \[30, 3\] elements; here: \[body.weight, body.bias"):
         open_named(tmp_path, "module")
 
 

@@ -26,6 +26,11 @@ FindRenames = Callable[[Set[str], Set[str]], Mapping[str, str]]
 MODULE_GROUP = "module"
 """The optimizer was given ``model.parameters()``, in one group."""
 
+UNUSED = (
+    "--groups is not used: only the optimizer states of stage 0 are saved without parameter names. Remove --groups."
+)
+"""Warning about groups for a checkpoint that needs none."""
+
 CHANGING = ("lr", "initial_lr", "step", "params", "param_names")
 """Fields of a param group that differ between a saved and a fresh optimizer."""
 
@@ -181,13 +186,13 @@ def describe_misfit(optim: OptimHeader, model: ModelHeader, shapes: Mapping[str,
     missing = [name for name in names if name not in shapes]
     extra = [name for name in shapes if name not in {*names, *model.buffers}]
     if missing:
-        also = f"; in the checkpoint, not in this run's optimizer: {shorten(extra)}" if extra else ""
-        return f"the model and the checkpoint differ: not in the checkpoint: {shorten(missing)}{also}."
+        also = f"; in the checkpoint, but in no group here: {shorten(extra)}" if extra else ""
+        return f"the param groups and the checkpoint differ: not in the checkpoint: {shorten(missing)}{also}."
     groups = " | ".join(f"[{shorten([name for name, _ in group], 6)}]" for group in live)
     others = f" Parameters that are in no group here: {shorten(extra)}." if extra else ""
     return (
         f"the param groups differ. Checkpoint: groups of {group_sizes(optim)} "
-        f"{'elements' if optim.traits.is_flat else 'parameters'}; this run: "
+        f"{'elements' if optim.traits.is_flat else 'parameters'}; here: "
         f"{groups}, or their shapes differ.{others} Stage 0 saves no parameter names, so the groups "
         "must be made as in the saved run; or load with load_optimizer_states=False."
     )
@@ -234,8 +239,8 @@ def _check_state_shapes(part: NamedOptimizer, path: str) -> None:
             name, shape = (alike or odd)[0]
             raise MismatchError(
                 f"{name} has shape {part.shapes[name]}, the {state} saved at its place has {shape}. Stage 0 "
-                "saves no parameter names: this run gives its parameters to the optimizer in another order than the "
-                "saved run did. Use the saved run's order.",
+                "saves no parameter names: the optimizer's parameters have another order here than in the saved run. "
+                "Use the saved run's order.",
                 path=path,
             )
 
