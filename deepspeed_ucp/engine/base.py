@@ -91,7 +91,7 @@ class Target(ABC):
 
     @property
     def traits(self) -> Wrapper:
-        """The wrapper's row."""
+        """The wrapper's row in :mod:`deepspeed_ucp.model.wrappers`."""
         return find_wrapper(self.wrapper)
 
     def _add_parameter(self, param: Any) -> None:
@@ -163,7 +163,7 @@ class Target(ABC):
         self.flats.append(self.make_buffer(buffer, part, tensor, whole=whole))
 
     def make_buffer(self, buffer: FlatBuffer, part: int, tensor: torch.Tensor, **fields: Any) -> EngineBuffer:
-        """Make the buffer of a live partition; ``fields`` are further ones of the buffer."""
+        """Make the buffer of a live partition, with further ``fields`` of it."""
         return EngineBuffer(buffer, part, self.place.tp_rank, dtype_name(tensor.dtype), tensor=tensor, **fields)
 
     def make_whole(self, name: str, tensor: torch.Tensor, *, is_buffer: bool = False) -> EngineBuffer:
@@ -175,7 +175,7 @@ class Target(ABC):
         """Make the model's copies from this rank's masters, as DeepSpeed's step does."""
 
     def gather_copies(self) -> None:  # noqa: B027 - most subclasses have nothing to gather
-        """Gather the copies made by other ranks; collective."""
+        """Gather the copies made by other ranks (collective)."""
 
     def find_copies(self, flat: int) -> Sequence[torch.Tensor]:
         """List the consecutive 1-D copies of ``flats[flat]``; empty if not in memory."""
@@ -245,7 +245,7 @@ class Target(ABC):
         return shape[1:] if name in self.places else shape
 
     def owned_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return these shapes for the parameters owned by the optimizer."""
+        """Return the shapes (:meth:`shape_of`) of the parameters owned by the optimizer."""
         return {name: self.shape_of(name) for name in self.params if name in self.owned}
 
     def group_members(self) -> dict[int, tuple[str, ...]]:

@@ -110,7 +110,7 @@ def writes_states(engine: Any) -> bool:
 
 
 def list_unsaved(engine: Any) -> list[str]:
-    """Describe state that is in no save, so that a load leaves the live engine's."""
+    """Describe state that no save contains: a load leaves the live values."""
     notes = []
     if type(getattr(engine.optimizer, "optimizer", engine.optimizer)).__name__ in _ONE_BIT:
         notes.append("1-bit optimizers: DeepSpeed saves only rank 0's compression errors; a load resets all of them")

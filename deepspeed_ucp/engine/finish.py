@@ -45,7 +45,7 @@ def find_extra_states(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def restore_counters(engine: Any, saved: Mapping[str, Any]) -> None:
-    """Set step and sample counters and the saved model-parallel degree, as DeepSpeed."""
+    """Set counters and the saved model-parallel degree as DeepSpeed's load does."""
     engine.global_steps = saved["global_steps"]
     engine.global_samples = saved.get("global_samples", engine.global_steps * engine.train_batch_size())
     engine.skipped_steps = saved.get("skipped_steps", 0)
@@ -246,7 +246,7 @@ def end_load_event(engine: Any) -> None:
 
 
 def refresh_after_own_load(target: Target, comm: Comm, *, with_states: bool) -> None:
-    """Update copies that DeepSpeed's load leaves stale; collective.
+    """Update copies that DeepSpeed's load leaves stale (collective).
 
     In a pipeline, a tied layer with a ``forward_fn`` (an output layer that uses the embedding) has no layer file. Its
     masters are restored with the optimizer and its tied weight from the first stage, but the copies of its other
@@ -281,5 +281,5 @@ def pick_client_state(
 
 
 def pickled_classes() -> list[Any]:
-    """List the classes of DeepSpeed in its own state files."""
+    """List DeepSpeed's classes that its state files contain."""
     return [loss_scaler.LossScaler, loss_scaler.DynamicLossScaler, ZeroStageEnum, fragment_address]

@@ -159,7 +159,7 @@ def _list_referenced(engine: Any) -> set[int]:
 
 
 def _find_references(holder: Any, known: Collection[int]) -> dict[str, Any]:
-    """Find attributes that are such objects, or lists of such objects."""
+    """Find attributes that are objects with ``known`` ids, or lists of such objects."""
 
     def refers(value: Any) -> bool:
         return id(value) in known or (

@@ -175,7 +175,7 @@ def watch_edits(engine: Any, *, with_scheduler: bool = True) -> Callable[[Fields
 
 
 def _copy_groups(engine: Any) -> list[dict[str, Any]]:
-    """Copy the param groups, with the numbers of tensors, which loads fill in place."""
+    """Copy the param groups, with numbers for tensors that loads fill in place."""
     groups = getattr(getattr(engine, "optimizer", None), "param_groups", ())  # an engine may have none
     return [
         {k: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v for k, v in group.items()}

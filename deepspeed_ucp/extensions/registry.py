@@ -115,7 +115,7 @@ class Extension:
     # -- an engine (:class:`deepspeed_ucp.engine.base.Target`)
 
     def describe_engine(self, engine: Any) -> dict[str, Any]:
-        """Return facts about an engine that its own files have too."""
+        """Return facts about an engine to compare with its saved files."""
         return {}
 
     def find_shares(self, target: Any) -> Mapping[str, Any]:
@@ -173,7 +173,7 @@ class Extension:
         return ""
 
     def discard(self) -> None:
-        """Release what a load needed, also if it failed."""
+        """Release the resources of a load, also after an error."""
 
     # -- parameters' names, of an index, a model or a planned run (:func:`find_for_names`)
 

@@ -1,4 +1,4 @@
-"""Compares a save with its seal (:mod:`deepspeed_ucp.formats.deepspeed.seal`)."""
+"""Compare a save with its seal (:mod:`deepspeed_ucp.formats.deepspeed.seal`)."""
 
 from __future__ import annotations
 

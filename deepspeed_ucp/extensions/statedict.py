@@ -16,7 +16,7 @@ from .registry import Extension
 
 
 class ModuleStateDict(Extension):
-    """A module with a state dict that is not torch's own.
+    """A module with a custom state dict.
 
     Attributes:
         keys: key before the load → name of the parameter or buffer, if they differ; None before :meth:`ask`.
@@ -27,7 +27,7 @@ class ModuleStateDict(Extension):
     keys: dict[str, str] | None = None
 
     def ask(self, module: torch.nn.Module) -> dict[str, str]:
-        """Inspect the state dict at the first call; returns ``keys``."""
+        """Inspect the state dict at the first call; return ``keys``."""
         if self.keys is not None:
             return self.keys
         tensors: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))

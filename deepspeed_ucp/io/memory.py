@@ -155,7 +155,7 @@ class ScratchPool:
 
     @contextmanager
     def lend(self) -> Iterator[Scratch]:
-        """Context of a thread's exclusive use of a piece."""
+        """Lend a piece to one thread until the context ends."""
         scratch, event = self._take()
         if event is not None:
             event.synchronize()

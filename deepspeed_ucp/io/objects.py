@@ -232,7 +232,7 @@ class RemoteFile(Stored):
         self.size, self._version = entry.size, entry.version
 
     def read(self, views: list[memoryview], offset: int) -> None:
-        """One request, unless it is cut."""
+        """Read by one request, unless it is cut."""
         try:
             self.fill(views, offset)
         except ChangedError as error:

@@ -43,12 +43,12 @@ JOINED = 16 << 20
 
 
 def crc32(data: Buffer, crc: int = 0) -> int:
-    """CRC32 of ``data``, going on from ``crc``."""
+    """Return the CRC32 of ``data``, continued from ``crc``."""
     return int(isal_zlib.crc32(data, crc))
 
 
 def combine_crc32(first: int, second: int, nbytes: int) -> int:
-    """CRC32 of two parts one behind the other; ``nbytes`` are the second's."""
+    """Return the CRC32 of two consecutive parts; ``nbytes`` is the second's size."""
     return int(isal_zlib.crc32_combine(first, second, nbytes))
 
 
@@ -63,7 +63,7 @@ class Checked:
 
 
 def merge_checks(checks: Iterable[Checked]) -> list[Checked]:
-    """Checks in order, neighbours in a record joined into one."""
+    """Sort checks, and join neighbours in a record."""
     merged: list[Checked] = []
     for check in sorted(checks, key=lambda c: (c.record, c.offset)):
         last = merged[-1] if merged else None

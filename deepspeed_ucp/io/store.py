@@ -188,7 +188,7 @@ class LocalStore(Store):
         write_atomically(path, data)
 
     def put_file(self, path: str, source: str) -> None:
-        """Copy its bytes and access rights; the folder is made if needed, and not synced."""
+        """Copy bytes and access rights; create the folder if needed, without a sync."""
         with explain_full(path):
             os.makedirs(os.path.dirname(path), exist_ok=True)
         with replacing(path) as aside:

@@ -1,4 +1,4 @@
-"""Threads that take jobs one by one, and how many of them."""
+"""Threads that take jobs one by one, and the number of threads."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class RemoteStaging(Staging):
         yield
 
     def check_destination(self, overwrite: bool) -> None:
-        """Raise as a folder's does, except for the remains of an upload that was killed."""
+        """Raise as for a folder; the remains of a killed upload may be replaced."""
         present = self._list()
         if not present:
             return

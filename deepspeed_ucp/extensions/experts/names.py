@@ -93,7 +93,7 @@ def name_form(name: str) -> str:
 
 
 def find_layer(name: str, layers: Collection[str]) -> str | None:
-    """Return the layer of a rank's own parameter, or None if it is not an expert's."""
+    """Return the layer of a rank's parameter, or None if it is not an expert's."""
     if not layers:
         return None
     match = _EXPERT.match(name)
