@@ -17,7 +17,7 @@ from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from ..engine_state import find_state
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, shorten
 from ..extensions.registry import Extension, find_for_engine
 from ..model.flat import FlatBuffer, join_parameters, join_reserved
 from ..model.index import AtomicIndex
@@ -352,17 +352,21 @@ class Target(ABC):
                 param.ds_secondary_tensor = None
 
     def find_other_kinds(self, index: AtomicIndex) -> Iterator[str]:
-        """Describe optimizer changes that torch's ``load_state_dict`` does not detect."""
+        """Describe changes by torch's ``load_state_dict``: other optimizers, cast states."""
         irregular: dict[ParamKey, set[str]] = defaultdict(set)
         for key in index.irregular:
             irregular[key.param].add(key.state)
         groups = {param: group.hyper for group in index.groups for param in group.members}
         for flat in self.flats:
             params = [ParamKey(index.resolve(name)) for name in flat.names]
-            saved = set().union(*(irregular.get(param, ()) for param in params))
-            saved = saved.union(*(find_states(index, param) for param in params))
+            dtypes = dict(item for param in params for item in find_states(index, param).items())
+            saved = set(dtypes).union(*(irregular.get(param, ()) for param in params))
             if not saved:
                 continue
+            if cast := [f"{state} in {dtype}" for state, dtype in dtypes.items() if dtype != flat.dtype]:
+                yield (
+                    f"optimizer states in another dtype than the masters ({shorten(cast)}, masters in {flat.dtype})"
+                )
             hyper = next((groups[param] for param in params if param in groups), {})
             scalars = set().union(*(index.scalars.get(param, ()) for param in params))
             group = self.param_group(flat)

@@ -80,7 +80,7 @@ def test_quantized_frozen_weights(engines: Engines) -> None:
     (refused,) = engines.load(kind, engines.saved(Case(1, 3, "fp16"), **options), **options)
     refused.check_refused("UnsupportedError", "table: a quantized parameter")
     (refused,) = engines.load(Case(2, 3, "fp16"), engines.save(kind.on(), **options), **options)
-    refused.check_refused("UnsupportedError", "table: a frozen parameter saved quantized")
+    refused.check_refused("UnsupportedError", "table (module): a frozen parameter saved quantized")
 
 
 ZENFLOW = {"topk_ratio": 0.3, "update_interval": 2, "select_strategy": "step", "select_interval": 4}

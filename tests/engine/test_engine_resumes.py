@@ -393,7 +393,7 @@ def check_rounding(saved: Saved, outcome: Outcome) -> None:
     told = {text.split()[0] for text in outcome.list_messages("WARNING", "is rounded")}
     if saved.kind == WIDE[3].kind:
         assert told == {name for name, dtype in dtypes.items() if dtype != torch.float32}
-    elif saved.kind.precision == precision and saved.kind.config.items() <= outcome.kind.config.items():
+    elif precision in saved.kind.config and saved.kind.config.items() <= outcome.kind.config.items():
         assert not told
 
 
@@ -403,7 +403,12 @@ def list_lowered() -> list[Row]:
     for target in LOW:
         others, is_more = list_low(1 + target.kind.stage % 3, 3), target != LOWEST[1]
         sources = [*WIDE, *others, target] if is_more else [WIDE[3], others[2], target]
-        found.append(low(target.kind, sources, "low", live=target.options, check=check_rounding, exhaustive=is_more))
+        # DeepSpeed's load would cast wide moments to the dtype of the masters.
+        compared = {} if "bf16_optimizer_states" in target.kind.config[target.kind.precision] else DIRECT
+        found.append(
+            low(target.kind, sources, "low", live=target.options, compared=compared, check=check_rounding,
+                exhaustive=is_more)
+        )  # fmt: skip
     found.append(low(WIDE[3].kind, [LOW[3], LOWEST[1]], "wide", live=WIDE[3].options))
     found += [low(target.kind, LOW, "wide", live=target.options, exhaustive=True) for target in WIDE[:3]]
     gap = {"tolerance": LOSS_TOLERANCE["bf16"]}

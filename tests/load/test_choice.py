@@ -74,6 +74,19 @@ def test_an_optimizer_with_other_states_or_update_rule_is_a_difference(
     assert list(target.find_other_kinds(open_for(path, target))) == expected
 
 
+def test_states_in_another_dtype_than_the_masters(tmp_path: Path) -> None:
+    """Torch's ``load_state_dict``, which DeepSpeed calls, casts them to the masters' dtype."""
+    path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1))
+    (file,) = path.glob("*optim_states.pt")
+    tree = torch.load(file, weights_only=False)
+    for state in tree["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+        state["exp_avg"] = state["exp_avg"].bfloat16()
+    torch.save(tree, file)
+    target = FakeTarget(MODEL, Topology(1), 0)
+    doubts = list(target.find_other_kinds(open_for(path, target)))
+    assert doubts == ["optimizer states in another dtype than the masters (exp_avg in bfloat16, masters in float32)"]
+
+
 @pytest.mark.skipif(not hasattr(torch.optim, "Adafactor"), reason="torch 2.5")
 def test_adafactors_one_row_state_does_not_count_as_another_optimizer(tmp_path: Path) -> None:
     """The row state of a matrix with one row has one element, like a step."""
