@@ -188,8 +188,6 @@ def list_unproven(context: LoadContext, target: Target | None, index: AtomicInde
         }
         doubts += [name for name, is_asked in asked.items() if is_asked]
         doubts += list_unknown(target, index)
-        if index is None and any(flat.dtype != "float32" for flat in target.flats):
-            doubts.append("masters in 16 bit")  # DeepSpeed casts states to their dtype: only an index has that
     if target is not None and index is not None:
         doubts += target.find_other_kinds(index) if context.with_states else ()
         doubts = doubts or list_other_orders(context, target, index)  # the direct load compares the orders itself

@@ -167,5 +167,6 @@ def test_pipelines(
     back = world.run(train, source, 1, folder, STEPS + 1, flag=flag, default_on=True)
     assert [rank.error for rank in (*there, *again, *back)] == [""] * 3 * RANKS
     assert there[-1].losses == pytest.approx(whole[-1].losses[CUT:STEPS], rel=1e-5)
-    assert again[-1].losses == back[-1].losses == pytest.approx(whole[-1].losses[STEPS:], rel=1e-5)
+    for resumed in (again, back):  # other degrees round differently
+        assert resumed[-1].losses == pytest.approx(whole[-1].losses[STEPS:], rel=1e-6)
     assert {rank.begin for rank in back} == {STEPS}
