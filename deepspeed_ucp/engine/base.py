@@ -364,9 +364,7 @@ class Target(ABC):
             if not saved:
                 continue
             if cast := [f"{state} in {dtype}" for state, dtype in dtypes.items() if dtype != flat.dtype]:
-                yield (
-                    f"optimizer states in another dtype than the masters ({shorten(cast)}, masters in {flat.dtype})"
-                )
+                yield f"optimizer states in another dtype than the masters ({shorten(cast)}, masters in {flat.dtype})"
             hyper = next((groups[param] for param in params if param in groups), {})
             scalars = set().union(*(index.scalars.get(param, ()) for param in params))
             group = self.param_group(flat)

@@ -57,6 +57,8 @@ def list_unknown(target: Target, index: AtomicIndex | None = None) -> list[str]:
     if row is None:
         return [f"{topology.wrapper} at ZeRO stage {topology.zero_stage}"]
     unknown = [option for option in _list_options(target) if option not in row]
+    if index is None and any(flat.dtype != "float32" for flat in target.flats):
+        unknown.append("masters in 16 bit")  # torch casts states to their dtype, and only an index has the states'
     if index is not None and topology.zero_stage == 3:  # whose load compares only sizes
         unknown += _list_other_frozen(target, index)
     if index is not None and index.helpers is not None:  # DeepSpeed fails if it is not saved, or ignores it

@@ -289,6 +289,12 @@ def test_headers_only_reads_no_tensors(tmp_path: Path) -> None:
     assert verify_folder(path, headers_only=True) == [("header", OPTIM.format(0))]
 
 
+def test_the_index_of_sharded_weights_is_no_torch_file(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(3)}, tmp_path / "pytorch_model-1.bin")
+    (tmp_path / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a": "pytorch_model-1.bin"}}')
+    assert verify_folder(tmp_path) == []
+
+
 def test_other_files_are_listed(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(CheckpointError, match="holds no checkpoint .notes.txt"):

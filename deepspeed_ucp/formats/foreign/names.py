@@ -112,4 +112,5 @@ def is_foreign(name: str) -> bool:
 
 def has_directory(name: str) -> bool:
     """Return True for files of ``torch.save`` (with a zip directory) and of DeepSpeed."""
-    return holds(STATE_DICT, name) or name in ("adapter_model.bin", OPTIMIZER, COMMON) or not is_foreign(name)
+    is_torchs = holds(STATE_DICT, name) and not name.endswith(".json")
+    return is_torchs or name in ("adapter_model.bin", OPTIMIZER, COMMON) or not is_foreign(name)
