@@ -43,6 +43,7 @@ def make(row: tuple[str, int] = ("zero12", 1), **differs: Any) -> Any:
         "shares": shares,
         "params": {"a": 0},
         "owned": {"a"},
+        "flats": [SimpleNamespace(dtype="float32")],
         "unfiled": list,
         "traits": WRAPPERS["zero12"],
     }
@@ -61,6 +62,7 @@ def hold(degree: int, unsharded: bool = False) -> LocalExperts:
 UNKNOWN: dict[str, tuple[Any, str]] = {
     "wrapper": (make(("zero9", 9)), "zero9 at ZeRO stage 9"),
     "stage": (make(("bf16", 0)), "bf16 at ZeRO stage 0"),
+    "masters in 16 bit": (make(flats=[SimpleNamespace(dtype="bfloat16")]), "masters in 16 bit"),
     "reader": (make(engine={"checkpoint_engine": FastCheckpointEngine()}), "a FastCheckpointEngine"),
     "nvme": (make(("zero3", 3), topology={"offload": "nvme/none"}), "offload nvme/none"),
     "elastic": (make(zero=Zero(elastic_checkpoint=True)), "zero_optimization.elastic_checkpoint"),
