@@ -181,7 +181,7 @@ def open_index(
 
 
 def warn_unused_groups(options: argparse.Namespace, *indexes: AtomicIndex) -> None:
-    """Warn if ``--groups`` is given, but the files of all opened checkpoints name their parameters."""
+    """Warn if ``--groups`` is given although all checkpoints name their parameters."""
     from ..formats.deepspeed.naming import UNUSED
 
     if options.groups and not any(index.topology.traits.is_positional for index in indexes):
