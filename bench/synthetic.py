@@ -15,8 +15,8 @@ from deepspeed_ucp.engine.parallel import Instance, Place, Share
 from deepspeed_ucp.extensions.registry import Extension
 from deepspeed_ucp.formats.deepspeed.headers import FileHeader, ModelHeader, OptimHeader, Piece, TensorStates
 from deepspeed_ucp.model.flat import FlatBuffer, join_parameters, join_reserved
+from deepspeed_ucp.model.records import Record
 from deepspeed_ucp.model.storage import count
-from deepspeed_ucp.torchsave.records import FileRecord
 
 Shape = tuple[int, ...]
 ALIGNMENT = 64  # bytes, of records in a torch.save file
@@ -152,7 +152,7 @@ def make_tensors(tensors: Iterable[tuple[str, Shape]]) -> tuple[dict[str, Piece]
 
 def _make_piece(offset: int, shape: Shape, dtype: str) -> Piece:
     itemsize = {"float32": 4, "bfloat16": 2}[dtype]
-    return Piece(FileRecord(f"data/{offset}", offset, itemsize * count(shape), offset % 0xFFFF_FFFF), 0, shape, dtype)
+    return Piece(Record(offset, itemsize * count(shape), offset % 0xFFFF_FFFF), 0, shape, dtype)
 
 
 def _align(offset: int) -> int:

@@ -22,10 +22,10 @@ from deepspeed_ucp.extensions.experts.names import (
     name_experts,
 )
 from deepspeed_ucp.formats.deepspeed.headers import Piece
+from deepspeed_ucp.model.records import Record
 from deepspeed_ucp.model.storage import are_alike
 from deepspeed_ucp.model.view import EngineView
 from deepspeed_ucp.plan.match import Match, match_parameters
-from deepspeed_ucp.torchsave.records import FileRecord
 from tests.plan.matching import make_index
 
 LAYER = "body.3.deepspeed_moe.experts.deepspeed_experts."
@@ -177,7 +177,7 @@ def test_invalid_placements_are_refused(change: Callable[[dict[str, Any]], objec
 
 def test_the_routers_second_name_is_an_alias_if_the_bytes_are_equal() -> None:
     def piece(crc: int, shape: tuple[int, ...] = (6, 3)) -> Piece:
-        return Piece(FileRecord(str(crc), 0, 72, crc), 0, shape, "float32")
+        return Piece(Record(0, 72, crc), 0, shape, "float32")
 
     module = {
         "m.0.mlp.router.gate.weight": piece(1),
@@ -197,19 +197,19 @@ def test_the_routers_second_name_is_an_alias_if_the_bytes_are_equal() -> None:
 @pytest.mark.parametrize(
     ("piece", "is_alias"),
     [
-        (Piece(FileRecord("0", 0, 72, None), 0, (6, 3), "float32"), True),
-        (Piece(FileRecord("1", 72, 72, None), 0, (6, 3), "float32"), False),
+        (Piece(Record(0, 72, None), 0, (6, 3), "float32"), True),
+        (Piece(Record(72, 72, None), 0, (6, 3), "float32"), False),
     ],
 )
 def test_a_second_name_of_a_router_is_no_alias_without_checksums(piece: Piece, is_alias: bool) -> None:
-    router = Piece(FileRecord("0", 0, 72, None), 0, (6, 3), "float32")
+    router = Piece(Record(0, 72, None), 0, (6, 3), "float32")
     aliases = find_router_aliases(["m.experts."], {"m.router.gate.weight": router, "m.gate.gate.weight": piece})
     assert bool(aliases) is is_alias
 
 
 def test_a_tensor_with_other_strides_is_no_alias_of_the_router() -> None:
     """A transposed tensor with the same bytes and shape has its elements in another order."""
-    plain = Piece(FileRecord("0", 0, 36, 1), 0, (3, 3), "float32")
+    plain = Piece(Record(0, 36, 1), 0, (3, 3), "float32")
     transposed = replace(plain, fault="its memory is not contiguous (shape (3, 3), strides (1, 3))")
     assert are_alike((plain.contents, plain.contents))
     assert not are_alike((plain.contents, transposed.contents))

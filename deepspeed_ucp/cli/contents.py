@@ -183,7 +183,7 @@ def detail_parameter(index: AtomicIndex, row: Parameter) -> dict[str, Any]:
 
 def _find_file(index: AtomicIndex, record: int) -> str:
     """The file of a record, relative to the checkpoint's folder."""
-    path = index.files[index.records[record].file].path
+    path = index.files[index.records.files[record]].path
     return path.removeprefix(f"{os.path.dirname(index.state_file)}/")
 
 

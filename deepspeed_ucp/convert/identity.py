@@ -26,8 +26,8 @@ def fingerprint(index: AtomicIndex) -> Fingerprint:
     """
     folder = os.path.dirname(index.state_file) or "."
     records: dict[int, list[Record]] = {}
-    for record in index.records:
-        records.setdefault(record.file, []).append(record)
+    for file_number, record in zip(index.records.files, index.records, strict=True):
+        records.setdefault(file_number, []).append(record)
     files = []
     for number, file in enumerate(index.files):
         name = os.path.relpath(file.path, folder)
@@ -36,7 +36,7 @@ def fingerprint(index: AtomicIndex) -> Fingerprint:
         entry: SourceFile = {"name": name, "size": file.size, "header_crc": file.header_crc}
         ordered = sorted(records.get(number, ()), key=lambda record: record.offset)
         if file.header_crc is None:
-            entry["records"] = [[record.offset, record.nbytes, record.crc] for record in ordered]
+            entry["records"] = [[*record] for record in ordered]
         if any(record.crc is None for record in ordered):
             entry["changed"] = find_change(file.path)
         files.append(entry)
@@ -71,5 +71,4 @@ def digest_view(index: AtomicIndex) -> str:
 
 
 def _find_place(index: AtomicIndex, number: int) -> tuple[str, int]:
-    record = index.records[number]
-    return os.path.basename(index.files[record.file].path), record.offset
+    return os.path.basename(index.files[index.records.files[number]].path), index.records.offsets[number]

@@ -81,7 +81,7 @@ def _save(file: TorchFile, tree: Any, path: str, added: Mapping[str, bytes]) -> 
 def _make_empty(counters: Mapping[str, Any]) -> TorchFile:
     """Return a state file with only the counters, for a foreign checkpoint."""
     tree = {**counters, "ds_version": _OLDEST}
-    return TorchFile("", 0, (), 0, "", tree, PROTOCOL, {}, ())
+    return TorchFile("", 0, {}, 0, "", tree, PROTOCOL, {}, ())
 
 
 def _write_client_states(index: AtomicIndex, folder: str) -> Iterator[tuple[str, SealedFile]]:

@@ -75,7 +75,7 @@ def _compare_atoms(manifest: Manifest, listed: Mapping[str, FileRecords]) -> Ite
         file, sealed = listed.get(name), manifest.seal.files[name]
         if file is None or file.header_crc != sealed.crc or not atom.nbytes:
             continue
-        if (atom.offset, atom.nbytes, atom.crc) not in {(r.offset, r.nbytes, r.crc) for r in file.records}:
+        if (atom.offset, atom.nbytes, atom.crc) not in file.records.values():
             text = (
                 f"{name}: {atom.label} must be {atom.nbytes} bytes at byte {atom.offset} with CRC32 {atom.crc:08x}; "
                 "the file has no such record. Convert again."

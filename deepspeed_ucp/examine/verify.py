@@ -33,9 +33,10 @@ from ..formats.open import FolderReport, survey_files
 from ..io.paths import UPLOAD, Entry
 from ..io.scan import ScanFile, Scanned, scan_files
 from ..model.index import AtomicIndex
+from ..model.records import Record
 from ..stream.duplicates import check_samples
 from ..stream.full_tensors import WorkOptions
-from ..torchsave.records import FileRecord, FileRecords
+from ..torchsave.records import FileRecords
 from ..torchsave.torchfile import list_records, name_storages
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -210,7 +211,7 @@ def share_files(where: FileTable, comm: Comm) -> list[str]:
 def _describe_file(name: str, nbytes: int, listed: FileRecords | None) -> FileReport:
     if listed is None:  # an unreadable directory is a fault already; a swap file has none
         return FileReport(name, nbytes, 0, nbytes if read_swap_name(name) else 0)
-    checked = any(record.crc is not None for record in listed.records)
+    checked = any(record.crc is not None for record in listed.records.values())
     return FileReport(name, nbytes, len(listed.records), listed.unchecked, checked)
 
 
@@ -227,7 +228,9 @@ class _Examiner:
     def __init__(self, index: AtomicIndex | None, options: WorkOptions, *, headers_only: bool) -> None:
         self.index, self.options, self.headers_only = index, options, headers_only
         self.known = {path: at for at, file in enumerate(index.files if index else ()) for path in file.copies}
-        self.sealed = {record.file: record.crc for record in index.records} if index else {}
+        self.sealed = (
+            dict(zip(index.records.files, (record.crc for record in index.records), strict=True)) if index else {}
+        )
         self.read = 0
         """Bytes read."""
 
@@ -272,8 +275,8 @@ class _Examiner:
         self.read += sum(scan.nbytes for scan in scans.values())
         for name in swaps & scans.keys():  # one record with its checksum in the seal; the directory's is that of all
             path, size, crc = files[name].path, files[name].size, scans[name].crcs[0] or 0
-            record = FileRecord("tensor", 0, size, self.sealed.get(self.known.get(path, -1)))
-            listed[name] = FileRecords(path, size, (record,), crc, "")
+            record = Record(0, size, self.sealed.get(self.known.get(path, -1)))
+            listed[name] = FileRecords(path, size, {"tensor": record}, crc, "")
         for name in listed.keys() & scans.keys():  # an unreadable directory is a fault already
             faults += _find_damage(files[name].path, name, listed[name], scans[name], self.index)
         for name, file in listed.items():
@@ -284,8 +287,8 @@ class _Examiner:
         """Read a file's directory, or return the fault."""
         if not has_directory(name):
             number = self.known.get(file.path)
-            in_file = [record for record in self.index.records if record.file == number] if self.index else []
-            records = tuple(FileRecord("tensor", record.offset, record.nbytes, record.crc) for record in in_file)
+            numbered = enumerate(zip(self.index.records.files, self.index.records, strict=True)) if self.index else ()
+            records = {f"tensor {at}": record for at, (in_file, record) in numbered if in_file == number}
             return FileRecords(file.path, file.size, records, 0, "")
         try:
             return list_records(file.path)
@@ -298,8 +301,8 @@ class _Examiner:
         """Compute the CRC32s of files' records, except with an unreadable directory."""
         wanted = []
         for name, file in files.items():
-            records = listed[name].records if name in listed else ()
-            ranges = ((0, file.size),) if name in swaps else tuple((record.offset, record.nbytes) for record in records)
+            records = listed[name].records.values() if name in listed else ()
+            ranges = ((0, file.size),) if name in swaps else tuple(record[:2] for record in records)
             size = listed[name].size if name in listed else file.size if name in swaps else 0
             wanted.append(ScanFile(file.path, size, ranges))
         with self.options.bar(sum(file.size for file in wanted)) as progress:
@@ -323,42 +326,41 @@ def _find_damage(path: str, name: str, listed: FileRecords, scan: Scanned, index
     damaged = list(_compare_records(name, listed.records, scan))
     if not damaged:
         return []
-    offsets = {record.offset for *_, record in damaged if record}
+    offsets = {listed.records[at].offset for *_, at in damaged if at}
     atoms, storages = _find_atoms(index, path, offsets) if index else {}, {}
     if len(atoms) < len(offsets):
         with suppress(UcpError):
             storages = name_storages(path)
     findings = []
-    for kind, text, record in damaged:
-        names = (atoms.get(record.offset) or storages.get(record.name, [])) if record else []
+    for kind, text, at in damaged:
+        names = atoms.get(listed.records[at].offset) or storages.get(at, []) if at else []
         contents = f"; it holds {shorten(names)}" if names else ""
-        if not names and record and record.name == "data.pkl":
+        if not names and at == "data.pkl":
             contents = "; it holds the object tree of the file"
         findings.append(Finding(kind, name, f"{text}{contents}.", names=tuple(names)))
     return findings
 
 
-def _compare_records(
-    name: str, records: Sequence[FileRecord], scan: Scanned
-) -> Iterator[tuple[str, str, FileRecord | None]]:
-    """Yield (kind, first part of the text, record) of each fault."""
+def _compare_records(name: str, records: Mapping[str, Record], scan: Scanned) -> Iterator[tuple[str, str, str | None]]:
+    """Yield (kind, first part of the text, name of the record) of each fault."""
     for offset, text in scan.errors[:1]:
-        inside = next((r for r in records if r.offset <= offset < r.offset + r.nbytes), None)
+        inside = next((at for at, r in records.items() if r.offset <= offset < r.offset + r.nbytes), None)
         more = f", nor at {len(scan.errors) - 1} other places" if len(scan.errors) > 1 else ""
         yield "read", f"{name}: {text}{more}", inside
-    for record, crc in zip(records, scan.crcs, strict=True):
+    for (at, record), crc in zip(records.items(), scan.crcs, strict=True):
         if crc is not None and record.crc is not None and crc != record.crc:
             text = (
-                f"{name}: record {record.name}, bytes [{record.offset}, {record.offset + record.nbytes}), has CRC32 "
+                f"{name}: record {at}, bytes [{record.offset}, {record.offset + record.nbytes}), has CRC32 "
                 f"{crc:08x}, the writer stored {record.crc:08x}"
             )
-            yield "crc", text, record
+            yield "crc", text, at
 
 
 def _find_atoms(index: AtomicIndex, path: str, offsets: Collection[int]) -> dict[int, list[str]]:
     """Map record offsets to the atoms with fragments in these records."""
     files = {number for number, file in enumerate(index.files) if path in file.copies}
-    records = {n: r.offset for n, r in enumerate(index.records) if r.file in files and r.offset in offsets}
+    places = enumerate(zip(index.records.files, index.records.offsets, strict=True))
+    records = {number: offset for number, (file, offset) in places if file in files and offset in offsets}
     atoms: dict[int, dict[str, None]] = {}
     for atom in index.atoms.values():
         fragments = (f for shard in atom.shards for f in shard.list_fragments(atom.state))

@@ -119,7 +119,7 @@ class Planner(DefaultSavePlanner):
         changed = set.intersection(*comm.gather(repeated.difference(self.checks)))
         if changed:
             index = self.reader.index
-            path = index.files[index.records[min(changed).record].file].path
+            path = index.files[index.records.files[min(changed).record]].path
             text = "was written to while it was exported. Export again when no save is under way."
             raise comm.common(CheckpointError(text, path=path))
 

@@ -20,9 +20,9 @@ from ..formats.deepspeed.headers import FileHeader, OptimHeader, Piece
 from ..formats.deepspeed.save import Save, describe_offload
 from ..formats.findings import COPY, WARNING, Finding, from_error
 from ..model.flat import reserve
+from ..model.records import Record
 from ..model.storage import ITEMSIZE, MASTER, strip_compiled
 from ..model.wrappers import MOMENTUM, Form
-from ..torchsave.records import FileRecord
 from .registry import SaveExtension
 
 _LEAST = 1 << 20
@@ -126,7 +126,7 @@ def _make_header(save: Save, name: SwapName, group: SubGroup) -> FileHeader | Fi
             "or belongs to another run; put the right one back."
         )
         return Finding("inconsistent", file, text)
-    record = FileRecord("", 0, size, None)
+    record = Record(0, size, None)
     return FileHeader(file, size, swap=Piece(record, 0, (group.numel,), group.dtype))
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from isal import isal_zlib
 
 from ..errors import CheckpointError, UnsupportedError
-from ..model.records import CopyItem, FileRef, Read, Record
+from ..model.records import CopyItem, FileRef, Read, Records
 from .interface import Closing, Stored
 from .memory import Scratch, ScratchPool
 from .paths import is_url
@@ -177,7 +177,7 @@ class RecordReader(Closing):
 
     def __init__(
         self,
-        records: Sequence[Record],
+        records: Records,
         files: Sequence[FileRef],
         *,
         checksum: bool = True,
@@ -223,13 +223,13 @@ class RecordReader(Closing):
                 groups[-1].append(read)
             else:
                 groups.append([read])
-                left = self._joined if is_url(self.files[self.records[read.record].file].path) else 0
+                left = self._joined if is_url(self.files[self.records.files[read.record]].path) else 0
             end, left = (read.record, read.end), left - read.nbytes
         return groups
 
     def read_group(self, group: Sequence[Read], sinks: Sequence[Sink | None]) -> list[Checked]:
         """Execute consecutive reads of a record."""
-        file, begin = self.records[group[0].record].file, time.perf_counter()
+        file, begin = self.records.files[group[0].record], time.perf_counter()
         with self._pool.lend() as scratch:
             path, fetched = self.read_file(
                 file, lambda stored: (stored.path, self._fetch(stored, group, sinks, scratch))
@@ -255,7 +255,7 @@ class RecordReader(Closing):
     ) -> list[tuple[list[memoryview], Staged]]:
         """Execute consecutive reads of an open file's record; return each read's memory."""
         first, nbytes = group[0], sum(read.nbytes for read in group)
-        offset = self.records[first.record].offset + first.offset
+        offset = self.records.offsets[first.record] + first.offset
         data = file.fetch(offset, nbytes, scratch) if len(group) == 1 and not self._again(first) else None
         if data is not None:
             return [([data], _divide(first, sinks, data))]

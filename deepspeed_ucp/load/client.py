@@ -75,7 +75,7 @@ def make_objects(
         has_option: the ``trust_pickle`` option of the ds_config applies to this file, and a refusal names it.
     """
     if not checked:
-        file = replace(file, records=tuple(record._replace(crc=None) for record in file.records))
+        file = replace(file, records={name: record._replace(crc=None) for name, record in file.records.items()})
     kept = _select_client(file)
     allowed = None
     if not trust_pickle:

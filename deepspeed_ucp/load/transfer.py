@@ -202,7 +202,7 @@ class Transfer:
         changed = set(second) - set(self.checks)
         if changed:
             index = self.fill_plan.index
-            path = index.files[index.records[min(changed).record].file].path
+            path = index.files[index.records.files[min(changed).record]].path
             raise CheckpointError("was written to while it was being loaded.", path=path)
 
     def _run_pass(self, plan: LoadPlan, *, is_first_pass: bool) -> list[Checked]:

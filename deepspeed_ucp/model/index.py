@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from .flat import FlatBuffer
-from .records import FileRef, Record, Records
+from .records import FileRef, Records
 from .storage import Atom, AtomKey, Atoms, Fragment, ParamKey
 from .topology import Topology
 
@@ -219,14 +219,14 @@ class AtomicIndex:
     def of(
         cls,
         files: Iterable[FileRef],
-        records: Sequence[Record],
+        records: Records,
         atoms: Iterable[Atom],
         topology: Topology,
         state_file: str,
         **fields: Any,
     ) -> AtomicIndex:
         """Build it from plain sequences."""
-        return cls(tuple(files), Records.of(records), Atoms.of(atoms), topology, state_file, **fields)
+        return cls(tuple(files), records, Atoms.of(atoms), topology, state_file, **fields)
 
     def find(self, name: str, state: str, instance: int = 0) -> Atom | None:
         """Return an atom, or None if it does not exist."""

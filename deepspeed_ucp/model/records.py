@@ -36,20 +36,18 @@ class FileRef:
         return self.places or (self.path,)
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """A storage in a file: its offset and bytes, and the writer's CRC32 or None."""
 
-    file: int
     offset: int
     nbytes: int
     crc: int | None
 
 
 class Records(Sequence[Record]):
-    """Numbered records as columns of 64-bit integers; a missing CRC32 is -1.
+    """Numbered records, and their files, as columns of 64-bit integers.
 
-    There may be a million.
+    There may be a million. A missing CRC32 is -1.
     """
 
     __slots__ = ("crcs", "files", "nbytes", "offsets")
@@ -58,18 +56,16 @@ class Records(Sequence[Record]):
         self.files, self.offsets, self.nbytes, self.crcs = array("q"), array("q"), array("q"), array("q")
 
     @classmethod
-    def of(cls, records: Sequence[Record]) -> Records:
-        """Return records as columns; columns are returned unchanged."""
-        if isinstance(records, cls):
-            return records
+    def of(cls, rows: Iterable[tuple[int, int, int, int | None]]) -> Records:
+        """Make the columns from rows (file, offset, nbytes, crc)."""
         columns = cls()
-        for record in records:
-            columns.append(record)
+        for file, offset, nbytes, crc in rows:
+            columns.append(file, Record(offset, nbytes, crc))
         return columns
 
-    def append(self, record: Record) -> None:
-        """Add one record."""
-        self.files.append(record.file)
+    def append(self, file: int, record: Record) -> None:
+        """Add a record of a file."""
+        self.files.append(file)
         self.offsets.append(record.offset)
         self.nbytes.append(record.nbytes)
         self.crcs.append(-1 if record.crc is None else record.crc)
@@ -92,10 +88,10 @@ class Records(Sequence[Record]):
         if isinstance(at, slice):
             return [self[number] for number in range(len(self))[at]]
         crc = self.crcs[at]
-        return Record(self.files[at], self.offsets[at], self.nbytes[at], None if crc < 0 else crc)
+        return Record(self.offsets[at], self.nbytes[at], None if crc < 0 else crc)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
+        return isinstance(other, Records) and self.files == other.files and list(self) == list(other)
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from ..model.access import READ_ALL, ReadAccess
 from ..model.flat import Span, find_gaps
-from ..model.records import STAGING, CopyItem, Read, Record, Records
+from ..model.records import STAGING, CopyItem, Read, Records
 
 Table = npt.NDArray[np.int64]
 """Claims on the wire: rows (record, offset, run, step, count), the first columns of :class:`~..model.records.Read`."""
@@ -77,9 +77,8 @@ class Blocks:
     access: ReadAccess = READ_ALL
 
     @classmethod
-    def of(cls, records: Sequence[Record], block: int, size: int, access: ReadAccess = READ_ALL) -> Blocks:
+    def of(cls, records: Records, block: int, size: int, access: ReadAccess = READ_ALL) -> Blocks:
         """Number the blocks of all records in order."""
-        records = Records.of(records)
         nbytes, chosen = np.array(records.nbytes, np.int64), access.choose(records.files)
         return cls(chosen.number(np.arange(len(records)), -(-nbytes // block)), nbytes, block, size, chosen)
 

@@ -80,7 +80,7 @@ def _check_repeated(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) 
                 f"{want.atom.name} ({want.atom.state}) is in the files of several ranks, and this one has other values "
                 f"of its elements [{want.start}, {want.end}). The file belongs to another run or step; put the right "
                 "one back.",
-                path=index.files[index.records[record].file].path,
+                path=index.files[index.records.files[record]].path,
             )
 
     compare_pairs(index, pairs, judge, comm)
@@ -395,7 +395,7 @@ def _read_there(index: AtomicIndex, pairs: Sequence[Pair], comm: Comm) -> list[V
     wants = [want for pair in pairs for want in pair]
     reads = [list_reads([want]) for want in wants]
     spans = [(read.record, read.offset, read.end) for row in reads for read in row]
-    files = [index.records[record].file for record, _, _ in spans]
+    files = [index.records.files[record] for record, _, _ in spans]
     turns = index.access.take_turns(files, comm.size)
     ranks = np.where(index.access.can_read(comm.rank, files), comm.rank, turns).tolist()
     with AtomReader(index) as reader:

@@ -274,7 +274,7 @@ def _describe_damage(index: AtomicIndex, number: int, crc: int) -> CheckpointErr
         crc: the CRC32 that was found.
     """
     record = index.records[number]
-    file = index.files[record.file]
+    file = index.files[index.records.files[number]]
     fact = f"the {record.nbytes} bytes at {record.offset} have CRC32 {crc:08x}, the writer stored {record.crc:08x}"
     if len(file.copies) > 1:  # each rank reads the nearest copy
         text = (

@@ -10,13 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import Final
 
 from isal import isal_zlib
 
 from ..errors import CheckpointError, ChecksumError, UnsupportedError
 from ..io.interface import ReadStream, explain_failure
 from ..io.store import open_regular
+from ..model.records import Record
 from .objects import RESTORE
 from .zipframe import ALIGNMENT, BYTEORDER, DATA, LOCAL, LOCAL_MAGIC, PICKLE, ROOT, STREAMED
 
@@ -24,52 +25,38 @@ LEGACY: Final = "legacy"
 """Name for the pickles in front of the storages of a file in the legacy format."""
 
 
-class FileRecord(NamedTuple):
-    """A named byte range of a file: a storage or another record.
-
-    Attributes:
-        name: without the archive's folder, such as ``data/0``.
-        offset, nbytes: byte offset and byte count.
-        crc: CRC32 stored by the writer, or None.
-    """
-
-    name: str
-    offset: int
-    nbytes: int
-    crc: int | None
-
-
 @dataclass(frozen=True)
 class FileRecords:
     """All non-empty records of a file, by offset.
 
     Attributes:
+        records: by name without the archive's folder, such as ``data/0``.
         header_crc: CRC32 of the zip's directory, which contains every record's checksum (legacy: of the pickles).
         saved_as: folder in the zip: the name under which the file was saved, or ``archive``.
     """
 
     path: str
     size: int
-    records: tuple[FileRecord, ...]
+    records: dict[str, Record]
     header_crc: int
     saved_as: str
 
     @property
     def unchecked(self) -> int:
         """Bytes in records without a checksum; the file's size if no record has one."""
-        unchecked = [record.nbytes for record in self.records if record.crc is None]
+        unchecked = [record.nbytes for record in self.records.values() if record.crc is None]
         return self.size if len(unchecked) == len(self.records) else sum(unchecked)
 
     @property
     def writer(self) -> str:
         """Mark of the writing release, from the names of its records and its archive."""
-        others = sorted(record.name for record in self.records if not record.name.startswith(DATA))
+        others = sorted(name for name in self.records if not name.startswith(DATA))
         return " ".join([*others, "archive" if self.saved_as == ROOT else "named"])
 
     @cached_property
-    def storages(self) -> dict[str, FileRecord]:
+    def storages(self) -> dict[str, Record]:
         """Storages' records by key."""
-        return {r.name[len(DATA) :]: r for r in self.records if r.name.startswith(DATA)}
+        return {name[len(DATA) :]: record for name, record in self.records.items() if name.startswith(DATA)}
 
 
 @contextmanager
@@ -96,18 +83,19 @@ def list_zip(path: str, stream: ReadStream) -> FileRecords:
     predicted = _predict_offsets(entries, archive.start_dir) if stream.is_remote else {}
     offsets = {info.header_offset for info in filled} - predicted.keys()
     stream.read_ahead([(offset, LOCAL.size) for offset in offsets if 0 <= offset < stream.size])
-    records = [_locate(path, stream, info, predicted.get(info.header_offset)) for info in filled]
-    if not _is_checked(entries):
-        records = [record._replace(crc=None) for record in records]
-    records.sort(key=lambda record: record.offset)
+    is_checked = _is_checked(entries)
+    located = []
+    for info in filled:
+        offset = _locate(path, stream, info, predicted.get(info.header_offset))
+        record = Record(offset, info.file_size, info.CRC if is_checked else None)
+        located.append((info.filename.partition("/")[2], record))
+    located.sort(key=lambda named: named[1].offset)
     roots = [info.filename.partition("/")[0] for info in entries]
     _check_names(path, [info.filename.partition("/")[2] for info in entries])
-    for first, second in pairwise(records):
+    for (one, first), (other, second) in pairwise(located):
         if first.offset + first.nbytes > second.offset:
-            raise CheckpointError(
-                f"records {first.name} and {second.name} overlap; its directory is damaged. {RESTORE}", path=path
-            )
-    return FileRecords(path, stream.size, tuple(records), _sum_directory(front, archive), roots[0] if roots else "")
+            raise CheckpointError(f"records {one} and {other} overlap; its directory is damaged. {RESTORE}", path=path)
+    return FileRecords(path, stream.size, dict(located), _sum_directory(front, archive), roots[0] if roots else "")
 
 
 def _open_zip(path: str, stream: ReadStream) -> tuple[FilePart, zipfile.ZipFile]:
@@ -201,7 +189,12 @@ def _predict_offsets(entries: list[zipfile.ZipInfo], end: int) -> dict[int, int]
     return offsets
 
 
-def _locate(path: str, stream: ReadStream, info: zipfile.ZipInfo, offset: int | None) -> FileRecord:
+def _locate(path: str, stream: ReadStream, info: zipfile.ZipInfo, offset: int | None) -> int:
+    """Return the offset of a record's bytes; refuse a compressed or truncated record.
+
+    Args:
+        offset: as the directory shows it; None if it does not.
+    """
     if info.compress_type != zipfile.ZIP_STORED:
         raise UnsupportedError(
             f"record {info.filename} is compressed, which torch.save never does: another program rewrote "
@@ -215,8 +208,7 @@ def _locate(path: str, stream: ReadStream, info: zipfile.ZipInfo, offset: int | 
             f"record {info.filename} ends beyond the file ({stream.size} bytes); it is truncated. {RESTORE}",
             path=path,
         )
-    name = info.filename.partition("/")[2] or info.filename
-    return FileRecord(name, offset, info.file_size, info.CRC)
+    return offset
 
 
 def _read_offset(path: str, stream: ReadStream, info: zipfile.ZipInfo) -> int:
@@ -254,18 +246,19 @@ def _check_names(path: str, names: list[str]) -> None:
         raise CheckpointError(f"its directory lists record {twice} twice; the file is damaged. {RESTORE}", path=path)
 
 
-def read_record(stream: ReadStream, path: str, record: FileRecord) -> bytes:
+def read_record(stream: ReadStream, listed: FileRecords, name: str) -> bytes:
     """Read a small record; CheckpointError if its bytes do not match their checksum."""
+    record = listed.records[name]
     stream.seek(record.offset)
     data = stream.read(record.nbytes)
-    check_crc(path, record, isal_zlib.crc32(data))
+    check_crc(listed.path, name, record, isal_zlib.crc32(data))
     return data
 
 
-def check_crc(path: str, record: FileRecord, crc: int) -> None:
+def check_crc(path: str, name: str, record: Record, crc: int) -> None:
     """Raise ChecksumError if a CRC32 differs from the one stored by the writer."""
     if record.crc is not None and crc != record.crc:
         raise ChecksumError(
-            f"{record.name} has CRC32 {crc:08x}, the writer stored {record.crc:08x}; the file is damaged. {RESTORE}",
+            f"{name} has CRC32 {crc:08x}, the writer stored {record.crc:08x}; the file is damaged. {RESTORE}",
             path=path,
         )

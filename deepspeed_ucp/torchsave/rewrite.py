@@ -9,8 +9,9 @@ from isal import isal_zlib
 
 from ..errors import CheckpointError
 from ..io.store import read_bytes
+from ..model.records import Record
 from .objects import StorageRef, walk
-from .records import FileRecord, check_crc
+from .records import check_crc
 from .repickle import PROTOCOL, write_pickle
 from .torchfile import TorchFile
 from .zipframe import DATA, RecordWriter, Stream
@@ -55,16 +56,16 @@ def open_storage(file: TorchFile, key: str, numel: int) -> Stream:
     Raises:
         CheckpointError: the storage is missing; from the stream: its bytes do not match the checksum.
     """
-    record = file.storages.get(key) if numel else FileRecord(f"{DATA}{key}", 0, 0, None)
+    record = file.storages.get(key) if numel else Record(0, 0, None)
     if record is None:
         raise CheckpointError(f"storage {key} of a tensor is missing; the file is damaged.", path=file.path)
-    return Stream(record.nbytes, _read_storage(file.path, record))
+    return Stream(record.nbytes, _read_storage(file.path, f"{DATA}{key}", record))
 
 
-def _read_storage(path: str, record: FileRecord) -> Iterator[bytes]:
+def _read_storage(path: str, name: str, record: Record) -> Iterator[bytes]:
     crc = 0
     for low in range(0, record.nbytes, CHUNK):
         data = read_bytes(path, record.offset + low, min(CHUNK, record.nbytes - low))
         crc = isal_zlib.crc32(data, crc)
         yield data
-    check_crc(path, record, crc)
+    check_crc(path, name, record, crc)

@@ -20,11 +20,12 @@ from isal import isal_zlib
 from ..errors import CheckpointError, UnsupportedError
 from ..io.interface import ReadStream
 from ..model.index import Use
+from ..model.records import Record
 from ..model.storage import ITEMSIZE
 from .objects import RESTORE, STORAGE_DTYPES, Global, TensorRef, describe, list_parts
-from .records import LEGACY, FilePart, FileRecord, FileRecords, check_crc, list_zip, open_file, read_record, starts_zip
+from .records import LEGACY, FilePart, FileRecords, check_crc, list_zip, open_file, read_record, starts_zip
 from .unpickle import Pickled, read_pickle
-from .zipframe import BYTEORDER, PICKLE, ROOT
+from .zipframe import BYTEORDER, DATA, PICKLE, ROOT
 
 BEGINNING, ENDING = 2048, 1024
 """Bytes at a file's start that hold its pickle, and at its end that hold its directory, as torch writes them."""
@@ -40,7 +41,7 @@ class Header(NamedTuple):
     """Object tree of a file with tensor references, and its storages' records by key."""
 
     tree: Any
-    storages: dict[str, FileRecord]
+    storages: dict[str, Record]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class _Form:
     """
 
     tree: TensorRef
-    record: FileRecord
+    record: Record
     begin: bytes
     compared: tuple[slice, ...]
     same: bytes
@@ -84,18 +85,18 @@ class HeaderCache:
                 return None if tree is None else Header(tree, {tree.storage.key: record})
         return None
 
-    def _fill(self, tree: TensorRef, record: FileRecord, begin: bytes) -> TensorRef | None:
+    def _fill(self, tree: TensorRef, record: Record, begin: bytes) -> TensorRef | None:
         """Add the only element, if the storage has no other and it lies in the beginning."""
         itemsize = ITEMSIZE[tree.dtype]
         data = begin[record.offset : record.offset + itemsize]
         if len(data) < itemsize or record.nbytes != itemsize:
             return None
-        check_crc(self._path, record, isal_zlib.crc32(data))
+        check_crc(self._path, f"{DATA}{tree.storage.key}", record, isal_zlib.crc32(data))
         return replace(tree, data=data)
 
     def add(self, header: Header, records: FileRecords, begin: bytes, end: bytes) -> None:
         """Add the form of a parsed header if torch wrote the file for a single tensor."""
-        forms, named = self._forms[records.size], {record.name: record for record in records.records}
+        forms, named = self._forms[records.size], records.records
         tree, storages = header
         if len(forms) == _MOST_FORMS or len(storages) != 1 or type(tree) is not TensorRef:
             return
@@ -108,11 +109,11 @@ class HeaderCache:
         entries = _list_entries(end)
         if sorted(entries) != sorted(named):
             return
-        cuts = sorted(entries[other.name] for other in named.values() if other.offset >= record.offset)
+        cuts = sorted(entries[name] for name, other in named.items() if other.offset >= record.offset)
         starts = [min(entries.values()) - _CRC, *(cut + _CRC_BYTES for cut in cuts)]
         compared = tuple(slice(start, cut) for start, cut in zip(starts, [*cuts, None], strict=True))
         same = b"".join([end[part] for part in compared])
-        crc = slice(entries[record.name], entries[record.name] + _CRC_BYTES)
+        crc = slice(place := entries[f"{DATA}{key}"], place + _CRC_BYTES)
         forms.append(_Form(tree, record, begin[: record.offset], compared, same, crc))
 
 
@@ -199,7 +200,7 @@ def _read_open(path: str, stream: ReadStream) -> TorchFile:
     for ref, (record, offset) in places.items():
         ref.data = stream.read_at(ITEMSIZE[ref.dtype], offset)
         if record.nbytes == ITEMSIZE[ref.dtype]:
-            check_crc(path, record, isal_zlib.crc32(ref.data))
+            check_crc(path, f"{DATA}{ref.storage.key}", record, isal_zlib.crc32(ref.data))
     fields = records.path, records.size, records.records, records.header_crc, records.saved_as
     return TorchFile(*fields, pickled.root, pickled.proto, *pickled.list_uses())
 
@@ -214,12 +215,11 @@ def list_records(path: str) -> FileRecords:
 
 def _read_zip(path: str, stream: ReadStream) -> tuple[Pickled, FileRecords]:
     listed = list_zip(path, stream)
-    named = {record.name: record for record in listed.records}
-    if PICKLE not in named:
+    if PICKLE not in listed.records:
         raise CheckpointError(f"its data.pkl is empty; the file is damaged. {RESTORE}", path=path)
-    if BYTEORDER in named and read_record(stream, path, named[BYTEORDER]) != b"little":
+    if BYTEORDER in listed.records and read_record(stream, listed, BYTEORDER) != b"little":
         raise UnsupportedError(_BIG_ENDIAN, path=path)
-    return read_pickle(read_record(stream, path, named[PICKLE]), path), listed
+    return read_pickle(read_record(stream, listed, PICKLE), path), listed
 
 
 def _read_legacy(path: str, stream: ReadStream) -> tuple[Pickled, FileRecords]:
@@ -235,9 +235,9 @@ def _read_legacy(path: str, stream: ReadStream) -> tuple[Pickled, FileRecords]:
             if front >= min(size, _MOST_FRONT):
                 raise
             front *= 4
-    records = [FileRecord(LEGACY, 0, end, None), *_find_storages(path, stream, pickled, keys, end)]
+    records = {LEGACY: Record(0, end, None), **_find_storages(path, stream, pickled, keys, end)}
     crc = isal_zlib.crc32(data[:end])
-    return pickled, FileRecords(path, size, tuple(r for r in records if r.nbytes), crc, ROOT)
+    return pickled, FileRecords(path, size, {name: r for name, r in records.items() if r.nbytes}, crc, ROOT)
 
 
 def _read_front(data: bytes, path: str) -> tuple[Pickled, list[str], int]:
@@ -267,10 +267,9 @@ def _read_front(data: bytes, path: str) -> tuple[Pickled, list[str], int]:
     return pickled, keys.root, keys.end
 
 
-def _find_storages(path: str, stream: ReadStream, pickled: Pickled, keys: list[str], offset: int) -> list[FileRecord]:
+def _find_storages(path: str, stream: ReadStream, pickled: Pickled, keys: list[str], offset: int) -> dict[str, Record]:
     """Locate a legacy file's storages, which are in the order of their keys."""
-    size = stream.size
-    records = []
+    size, records = stream.size, dict[str, Record]()
     for key in keys:
         ref = pickled.storages.get(key)
         stream.seek(offset)
@@ -288,12 +287,12 @@ def _find_storages(path: str, stream: ReadStream, pickled: Pickled, keys: list[s
         if offset + 8 + nbytes > size:
             text = f"storage {describe(key)} ends beyond the file ({size} bytes)"
             raise CheckpointError(f"{text}; it is truncated. {RESTORE}", path=path)
-        records.append(FileRecord(f"data/{key}", offset + 8, nbytes, None))
+        records[f"{DATA}{key}"] = Record(offset + 8, nbytes, None)
         offset += 8 + nbytes
     return records
 
 
-def _find_element(ref: TensorRef, file: FileRecords) -> tuple[FileRecord, int]:
+def _find_element(ref: TensorRef, file: FileRecords) -> tuple[Record, int]:
     """Return a one-element tensor's record, and the byte offset of the element."""
     record = file.storages.get(ref.storage.key)
     itemsize = ITEMSIZE[ref.dtype]

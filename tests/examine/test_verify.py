@@ -117,13 +117,13 @@ def test_a_changed_bit_names_the_record_and_its_tensors(tmp_path: Path) -> None:
     path, seen = write(tmp_path, Topology(1, 2, "bf16"), run=Run(client_state={"rng": torch.arange(9)})), set[Any]()
     for name in sorted(os.listdir(path)):
         whole = (path / name).read_bytes()
-        for record in list_records(str(path / name)).records:
+        for label, record in list_records(str(path / name)).records.items():
             flip(path / name, record.offset + record.nbytes - 1)
             found = verify_checkpoint(str(path))
             assert not found.whole
             assert all(fault.file in (name, "") for fault in found.faults), found.faults
             fault = next(fault for fault in found.faults if (fault.kind, fault.file) == ("crc", name))
-            assert f"record {record.name}, bytes [{record.offset}, {record.offset + record.nbytes})" in fault.text
+            assert f"record {label}, bytes [{record.offset}, {record.offset + record.nbytes})" in fault.text
             assert all(atom in fault.text for atom in fault.names[:1])
             seen.add((name, fault.names))
             (path / name).write_bytes(whole)
@@ -253,8 +253,8 @@ def test_an_unreadable_file_is_one_fault(
 def test_damaged_records_are_named_by_their_place_without_an_index(tmp_path: Path) -> None:
     path = write(tmp_path, Topology(1, 2))
     (path / OPTIM.format(0)).unlink()
-    for record in list_records(str(path / OPTIM.format(1))).records:
-        if record.nbytes > 1000 and record.name.startswith("data/"):
+    for label, record in list_records(str(path / OPTIM.format(1))).records.items():
+        if record.nbytes > 1000 and label.startswith("data/"):
             flip(path / OPTIM.format(1), record.offset)
     found = verify_checkpoint(str(path))
     names = {atom for fault in found.faults if fault.kind == "crc" for atom in fault.names}

@@ -134,7 +134,7 @@ def read_atom(index: AtomicIndex, atom: Atom, rank: int = 0) -> torch.Tensor:
     for fragment in shard.list_fragments(atom.state):
         record = index.records[fragment.record]
         assert 0 <= fragment.offset <= record.nbytes - fragment.numel * itemsize
-        with open(index.files[record.file].path, "rb") as stream:
+        with open(index.files[index.records.files[fragment.record]].path, "rb") as stream:
             stream.seek(record.offset + fragment.offset)
             data = stream.read(fragment.numel * itemsize)
         out[fragment.start * itemsize : fragment.start * itemsize + len(data)] = data

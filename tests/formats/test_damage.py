@@ -25,7 +25,7 @@ from deepspeed_ucp.formats.locations import FileTable
 from deepspeed_ucp.formats.open import survey_checkpoint
 from deepspeed_ucp.io.store import open_regular
 from deepspeed_ucp.model.flat import Cut
-from deepspeed_ucp.torchsave.records import FileRecord
+from deepspeed_ucp.model.records import Record
 from tests.formats.saves import STATES, check_refused, open_alone, shard
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
@@ -206,7 +206,7 @@ def build(cuts: dict[str, Cut], shape: tuple[int, ...] = (8,)) -> Builder:
     """Build atoms of one flat buffer with 8 elements each."""
     header = FileHeader("file.pt", 4096)
     builder = Builder(Save(FileTable.of("folder", {}), {}, models=[[header]], shards=[[]]))
-    piece = Piece(FileRecord("data/0", 0, 4096, None), 0, (1024,), "float32")
+    piece = Piece(Record(0, 4096, None), 0, (1024,), "float32")
     builder.add_cuts(SavedRank(shapes=dict.fromkeys(cuts, shape)), "fp32", list(cuts.values()), header, piece)
     return builder
 

@@ -35,7 +35,7 @@ from deepspeed_ucp.formats.deepspeed.save import Save, name_expected_files
 from deepspeed_ucp.formats.deepspeed.zero import GroupShare, deal_group
 from deepspeed_ucp.formats.locations import FileTable
 from deepspeed_ucp.io.paths import Entry
-from deepspeed_ucp.torchsave.records import FileRecord
+from deepspeed_ucp.model.records import Record
 
 EXPERTS = {"experts": (2,)}
 
@@ -235,7 +235,7 @@ def find_ties(
 
     def make(layer: str) -> dict[str, Piece]:
         ends = zip(("w", "b"), crcs[layer], strict=True)
-        pieces = {end: Piece(FileRecord(end, 64, 24, crc), 0, (2, 3), "float32") for end, crc in ends}
+        pieces = {end: Piece(Record(64, 24, crc), 0, (2, 3), "float32") for end, crc in ends}
         return {f"{LAYERS[layer]}0.{end}": piece for end, piece in pieces.items()}
 
     extension = SavedExperts()
@@ -265,7 +265,7 @@ def test_a_trained_parameter_is_no_tie() -> None:
     """Two parameters of the optimizer are not tied, even if their values are equal."""
     with pytest.raises(UnsupportedError, match="but the optimizer has it under this name"):
         find_ties({"a": (1, 9), "b": (2, 9), "again": (2, 9)}, optimized=(f"{LAYERS['again']}0.b",))
-    piece = Piece(FileRecord("0", 0, 24, 1), 0, (2, 3), "float32")
+    piece = Piece(Record(0, 24, 1), 0, (2, 3), "float32")
     module = {"m.router.gate.weight": piece, "m.gate.gate.weight": piece}
     for names in (["m.router.gate.weight"], [*module]):
         shapes = [[(f"_orig_mod.{name}", (2, 3)) for name in names]]
@@ -289,8 +289,8 @@ LAYER = "body.{}.deepspeed_moe.experts.deepspeed_experts."
 
 def make_tensors(layer: int, number: str, at: int = 64, crc: int | None = 7) -> dict[str, Piece]:
     """Make two tensors; the second begins inside its record."""
-    first = Piece(FileRecord("data/0", at, 24, crc), 0, (2, 3), "float32")
-    second = Piece(FileRecord("data/1", at + 64, 20, crc), 8, (3,), "float32")
+    first = Piece(Record(at, 24, crc), 0, (2, 3), "float32")
+    second = Piece(Record(at + 64, 20, crc), 8, (3,), "float32")
     return {f"{LAYER.format(layer)}{number}.{end}": piece for end, piece in (("w", first), ("b", second))}
 
 
@@ -346,7 +346,7 @@ def test_headers_that_differ_in_more_than_offsets_are_not_encoded(tensors: dict[
 
 def make_shard(rank: int, numel: int, dtype: str = "float32") -> FileHeader:
     """Make the header of a rank's file with one flat buffer, whose master and state share a record."""
-    record = FileRecord("data/0", 64 * rank, 8 * numel, None if rank else 7)
+    record = Record(64 * rank, 8 * numel, None if rank else 7)
     master, state = (Piece(record, at * 4 * numel, (numel,), dtype) for at in range(2))
     tensors = (TensorStates({"exp_avg": state}, {"step": 3}),)
     slices, paddings = ((("w", rank, numel),),), (rank,)

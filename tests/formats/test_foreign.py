@@ -32,10 +32,10 @@ from deepspeed_ucp.formats.foreign.contents import Contents, StoredTensor, Tenso
 from deepspeed_ucp.formats.locations import FileTable
 from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.model.index import AtomicIndex
+from deepspeed_ucp.model.records import Record
 from deepspeed_ucp.model.storage import MASTER, MODULE, AtomKey
 from deepspeed_ucp.stream.full_tensors import assemble_full_tensors
 from deepspeed_ucp.stream.reader import AtomReader
-from deepspeed_ucp.torchsave.records import FileRecord
 from tests.formats.saves import check_refused, open_alone, read_whole
 from tests.properties.samples import PLAIN
 from tests.support import fsdp_run, wholes
@@ -396,7 +396,7 @@ def make_tensor(folder: Path, shape: tuple[int, int], *boxes: tuple[int, int, in
     chunks, at = [], 0
     for row, column, *block in boxes:
         nbytes = block[0] * block[1] * 4
-        record = FileRecord(f"{at}", at, nbytes, None)
+        record = Record(at, nbytes, None)
         chunks.append(TensorBlock((row, column), "it", Piece(record, 0, (block[0], block[1]), "float32")))
         at += nbytes
     (folder / "it").touch()

@@ -14,8 +14,8 @@ from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.headers import Piece
 from deepspeed_ucp.formats.deepspeed.module import drop_ties
 from deepspeed_ucp.formats.deepspeed.naming import Naming
+from deepspeed_ucp.model.records import Record
 from deepspeed_ucp.model.storage import MASTER, MODULE, AtomKey
-from deepspeed_ucp.torchsave.records import FileRecord
 from tests.formats.saves import STATES, check_atom, check_index, edit, make_files, open_alone, open_files
 from tests.support.cases import Case, cases
 from tests.support.descriptors import count_read_bytes
@@ -48,7 +48,7 @@ def test_the_indexed_bytes_equal_the_state(case: Case) -> None:
 
 
 def test_views_with_another_dtype_are_no_ties() -> None:
-    pieces = {dtype: Piece(FileRecord("data/0", 64, 24, 7), 0, (6,), dtype) for dtype in ("float32", "int32")}
+    pieces = {dtype: Piece(Record(64, 24, 7), 0, (6,), dtype) for dtype in ("float32", "int32")}
     aliases: dict[str, str] = {}
     assert dict(drop_ties({**pieces, "again": pieces["int32"]}, aliases)) == pieces
     assert aliases == {"again": "int32"}

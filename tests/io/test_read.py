@@ -21,7 +21,7 @@ from deepspeed_ucp.io import direct, memory, store
 from deepspeed_ucp.io.memory import Scratch
 from deepspeed_ucp.io.read import Checked, RecordReader, sum_range
 from deepspeed_ucp.io.store import StoredFile
-from deepspeed_ucp.model.records import CopyItem, FileRef, Read, Record
+from deepspeed_ucp.model.records import CopyItem, FileRef, Read, Records
 from deepspeed_ucp.torchsave.torchfile import list_records
 from tests.support.descriptors import list_open
 from tests.support.reads import item, read_of
@@ -51,7 +51,7 @@ def file(tmp_path: Path) -> FileRef:
 
 
 def read(reads: list[Read], file: FileRef, sinks: list[Any], threads: int = 1, checksum: bool = True) -> list[Checked]:
-    with RecordReader([Record(0, 100, 3900, None)], [file], checksum=checksum) as reader:
+    with RecordReader(Records.of([(0, 100, 3900, None)]), [file], checksum=checksum) as reader:
         return sorted(reader.read_parallel(reads, sinks, threads))
 
 
@@ -193,7 +193,7 @@ def test_fetched_bytes_go_where_the_items_say(cold: StoredFile) -> None:
 
 def test_bytes_that_are_read_again_are_left_in_the_cache(cold: StoredFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StoredFile, "fetch", lambda *_: pytest.fail("read past the cache"))
-    records, sink = [Record(0, 0, len(LARGE), None)], Bytes(100)
+    records, sink = Records.of([(0, 0, len(LARGE), None)]), Bytes(100)
     with RecordReader(records, [FileRef(cold.path, len(LARGE))], again=lambda read: True) as reader:
         reader.read([read_of(item(0, 7, 100, 0, 0))], [sink])
     assert bytes(sink.data) == LARGE[7:107]

@@ -246,7 +246,7 @@ def test_find_damage_checks_the_files_that_deepspeed_reads(number: int, tmp_path
         write_checkpoint(tmp_path / name, model, random_state(model, 0), Topology(1, 2), tag="tag")
     index = open_checkpoint(str(tmp_path / "first/tag"), Comm())
     record = index.records[number]
-    path = Path(index.files[record.file].path)
+    path = Path(index.files[index.records.files[number]].path)
     near = str(tmp_path / "near/tag" / path.name)
     files = [replace(file, places=(near, file.path)) if file.path == str(path) else file for file in index.files]
     index = replace(index, files=tuple(files))

@@ -28,6 +28,7 @@ from deepspeed_ucp.load.destinations import Buffer, FillPlan
 from deepspeed_ucp.load.direct import _match_extra_states, _prepare
 from deepspeed_ucp.load.transfer import Transfer
 from deepspeed_ucp.model.index import AtomicIndex
+from deepspeed_ucp.model.records import Records
 from deepspeed_ucp.model.topology import Topology as SavedTopology
 from deepspeed_ucp.plan.rounds import BLOCK
 from tests.support.cases import AWKWARD, KINDS
@@ -318,7 +319,7 @@ def test_skipped_and_merged_extra_states_are_logged(
     for degrees, of_topology in ((None, tp), ((tp, 1), 1)):  # a normal checkpoint, and its conversion
         caplog.clear()
         topology = SavedTopology(1, "zero12", "float32", tp=of_topology)
-        index = AtomicIndex.of((), (), (), topology, "x.pt", degrees=degrees)
+        index = AtomicIndex.of((), Records(), (), topology, "x.pt", degrees=degrees)
         found = _match_extra_states(job, index, target, {f"{name}._extra_state": 3 for name in saved})
         assert len(found) == restored
         assert (text in caplog.text) if text else not caplog.text
@@ -357,7 +358,7 @@ def make_stage(number: int, **options: Any) -> LoadContext:
 
 def test_extra_states_are_compared_over_all_stages_of_a_pipeline() -> None:
     target: Any = SimpleNamespace(place=Place(0, 1, 0, 1, 0, 1))
-    index = AtomicIndex.of((), (), (), SavedTopology(1, "zero12", "float32"), "x.pt")
+    index = AtomicIndex.of((), Records(), (), SavedTopology(1, "zero12", "float32"), "x.pt")
     saved = {"0._extra_state": 1, "1._extra_state": 2}
 
     def match(rank: int, comm: Comm) -> list[str]:

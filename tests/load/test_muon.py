@@ -12,6 +12,7 @@ import torch
 from deepspeed_ucp.errors import CheckpointError, MismatchError
 from deepspeed_ucp.load.states import OptimizerMatch
 from deepspeed_ucp.model.index import AtomicIndex
+from deepspeed_ucp.model.records import Records
 from deepspeed_ucp.model.topology import Topology as SavedTopology
 from deepspeed_ucp.model.wrappers import MOMENTUM
 from deepspeed_ucp.plan.match import Match
@@ -107,7 +108,7 @@ def test_muons_sorted_groups_are_refused_at_another_tensor_parallel_degree(
     wrapper: str, saved: int, *, refused: bool
 ) -> None:
     """At stage 0 a state is identified by its index in its group, and Muon sorts the group by local shapes."""
-    index = AtomicIndex.of((), (), (), SavedTopology(0, wrapper, "float32", tp=saved), "")
+    index = AtomicIndex.of((), Records(), (), SavedTopology(0, wrapper, "float32", tp=saved), "")
     target: Any = SimpleNamespace(place=SimpleNamespace(tp=1), flats=[])
     optimizer = OptimizerMatch(index, target, Match(hyper={0: {"use_muon": True}}))  # type: ignore[arg-type]
     if not refused:

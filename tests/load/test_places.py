@@ -26,7 +26,7 @@ from deepspeed_ucp.io.store import StoredFile
 from deepspeed_ucp.load.direct import asks_store
 from deepspeed_ucp.load.transfer import Transfer
 from deepspeed_ucp.model.index import AtomicIndex
-from deepspeed_ucp.model.records import FileRef, Record
+from deepspeed_ucp.model.records import FileRef, Records
 from deepspeed_ucp.model.topology import Topology as SavedTopology
 from deepspeed_ucp.plan.rounds import LoadPlan
 from deepspeed_ucp.stream.reader import AtomReader, check_copy
@@ -243,7 +243,8 @@ def flip(path: Path) -> None:
     index = open_checkpoint(str(path.parent), Comm())
     numbers = [number for number, file in enumerate(index.files) if file.path.endswith(path.name)]
     data = bytearray(path.read_bytes())
-    for record in (each for each in index.records if each.file in numbers and each.nbytes > 4):
+    pairs = zip(index.records.files, index.records, strict=True)
+    for record in (each for file, each in pairs if file in numbers and each.nbytes > 4):
         held = slice(record.offset, record.offset + record.nbytes)
         data[held] = bytes(byte ^ 255 for byte in data[held])
     path.write_bytes(data)
@@ -332,7 +333,7 @@ def test_two_threads_that_fail_together_skip_a_place_once(tmp_path: Path, monkey
 
 def make_index(files: Sequence[FileRef], nbytes: int) -> Any:
     """Make an index of files of one record each."""
-    records = [Record(number, 0, nbytes, None) for number in range(len(files))]
+    records = Records.of([(number, 0, nbytes, None) for number in range(len(files))])
     return AtomicIndex.of(files, records, (), SavedTopology(1, "zero12", "float32"), "")
 
 

@@ -128,10 +128,9 @@ def describe(index: AtomicIndex, ranks: Sequence[Loaded]) -> dict[str, list[list
 
 def name_records(index: AtomicIndex) -> list[str]:
     """Name each record by its file and its index among the file's records, because torch may change offsets."""
-    records, names = list(index.records), dict[int, str]()
+    records, names = index.records, dict[int, str]()
     seen = Counter[int]()
-    for number in sorted(range(len(records)), key=lambda number: (records[number].file, records[number].offset)):
-        file = records[number].file
+    for file, _, number in sorted(zip(records.files, records.offsets, range(len(records)), strict=True)):
         names[number] = f"{os.path.basename(index.files[file].path)} {seen[file]}"
         seen[file] += 1
     return [names[number] for number in range(len(records))]

@@ -128,9 +128,10 @@ def test_a_flipped_bit_anywhere_in_a_read_record_is_detected(data: st.DataObject
         number = data.draw(st.sampled_from(sorted(touched_records(prepare_all(index, targets)))))
         record = index.records[number]
         position = record.offset + data.draw(st.integers(0, record.nbytes - 1))
-        flip(Path(index.files[record.file].path), position, data.draw(st.integers(0, 7)))
+        flip(Path(index.files[index.records.files[number]].path), position, data.draw(st.integers(0, 7)))
         with pytest.raises(
-            CheckpointError, match=f"{Path(index.files[record.file].path).name}: the {record.nbytes} bytes at"
+            CheckpointError,
+            match=f"{Path(index.files[index.records.files[number]].path).name}: the {record.nbytes} bytes at",
         ):
             load(index, targets)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.model.access import READ_ALL, ReadAccess
 from deepspeed_ucp.model.index import AtomicIndex
-from deepspeed_ucp.model.records import STAGING, CopyItem, Read, Record
+from deepspeed_ucp.model.records import STAGING, CopyItem, Read, Records
 from deepspeed_ucp.model.storage import MASTER, Atom, Fragment, Fragments
 from deepspeed_ucp.model.topology import Topology
 from deepspeed_ucp.plan.locate import Want, join_items, list_claims, make_items
@@ -30,17 +30,17 @@ ITEM = 4
 """Bytes of each element of a piece."""
 
 
-def make_index(atoms: Iterable[Atom], records: Sequence[Record] = (), tp: int = 1, **fields: Any) -> AtomicIndex:
+def make_index(atoms: Iterable[Atom], records: Records | None = None, tp: int = 1, **fields: Any) -> AtomicIndex:
     """Build an index of these atoms; `fields` are its further fields."""
     topology = Topology(1, "zero12", "float32", tp=tp)
-    return AtomicIndex.of((), records, atoms, topology, "tag/mp_rank_00_model_states.pt", **fields)
+    return AtomicIndex.of((), records or Records(), atoms, topology, "tag/mp_rank_00_model_states.pt", **fields)
 
 
 @dataclass(frozen=True)
 class Planned:
     """Every rank's plan, and its input."""
 
-    records: Sequence[Record]
+    records: Records
     blocks: Blocks
     claims: Sequence[Sequence[Read]]
     plans: Sequence[LoadPlan]
@@ -56,7 +56,7 @@ class Piece(NamedTuple):
 
 def plan_pieces(
     pieces: Sequence[Sequence[Piece]],
-    records: Sequence[Record],
+    records: Records,
     *,
     block: int = 1 << 20,
     window: int = 1 << 20,
@@ -76,7 +76,7 @@ def plan_pieces(
 
 def plan_claims(
     claims: Sequence[Sequence[Read]],
-    records: Sequence[Record],
+    records: Records,
     round_bytes: int,
     block: int,
     min_direct: int,
@@ -86,7 +86,6 @@ def plan_claims(
     ranks = range(len(claims))
     touched = np.array(sorted({claim.record for mine in claims for claim in mine}), np.int64)
     blocks = Blocks.of(records, block, len(claims), access)
-    files = [record.file for record in records]
     sent = [split_claims_by_owner(mine, blocks) for mine in claims]
     decisions = [
         make_owner_plan(
@@ -101,7 +100,7 @@ def plan_claims(
         for owner in ranks
     ]
     plans = [
-        make_plan(sent[rank][1], [answers[rank] for _, answers in decisions], decisions[rank][0], rank, files)
+        make_plan(sent[rank][1], [answers[rank] for _, answers in decisions], decisions[rank][0], rank, records.files)
         for rank in ranks
     ]
     counts = [plan.count_exchanges(round_bytes) for plan in plans]
@@ -110,7 +109,7 @@ def plan_claims(
 
 def plan_wants(
     wants: Sequence[Sequence[Want]],
-    records: Sequence[Record],
+    records: Records,
     *,
     block: int = 1 << 20,
     window: int = 1 << 20,
@@ -213,7 +212,7 @@ def _store_all(
 
 BLOCK = 32
 
-Demand = tuple[list[Record], list[list[Piece]], list[int]]
+Demand = tuple[Records, list[list[Piece]], list[int]]
 
 
 @st.composite
@@ -234,7 +233,7 @@ def runs(draw: st.DrawFn, numel: int) -> Run:
 def demands(draw: st.DrawFn) -> Demand:
     """Draw records, each rank's pieces with a buffer each, and the elements of each rank's memory."""
     numels = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
-    records = [Record(draw(st.integers(0, 2)), 64, ITEM * numel, 0) for numel in numels]
+    records = Records.of([(draw(st.integers(0, 2)), 64, ITEM * numel, 0) for numel in numels])
     pieces, sizes = [], []
     for _ in range(draw(st.integers(1, 5))):
         mine, place = [], 0

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ucp.model.access import READ_ALL, PartialAccess
-from deepspeed_ucp.model.records import STAGING, CopyItem, Read, Record
+from deepspeed_ucp.model.records import STAGING, CopyItem, Read, Records
 from deepspeed_ucp.plan.locate import Want
 from deepspeed_ucp.plan.rounds import Blocks
 from deepspeed_ucp.tensor_parallel.layout import Run
@@ -35,14 +35,14 @@ from tests.support.reshard import examples
 
 def test_reads_are_sorted_by_file_and_offset() -> None:
     atoms = [make_atom(name, 1, (0, 1, record, 0)) for name, record in (("a", 0), ("b", 1), ("c", 2))]
-    records = [Record(1, 64, 4, 0), Record(0, 200, 4, 0), Record(0, 64, 4, 0)]
+    records = Records.of([(1, 64, 4, 0), (0, 200, 4, 0), (0, 64, 4, 0)])
     (plan,) = plan_wants([[Want(atom, 0, 1, 0, i) for i, atom in enumerate(atoms)]], records).plans
-    assert [records[read.record].file for read in plan.own_reads] == [0, 0, 1]
+    assert [records.files[read.record] for read in plan.own_reads] == [0, 0, 1]
 
 
 def test_ranks_begin_to_read_at_different_offsets() -> None:
     atoms = [make_atom(f"a{i}", 4, (0, 4, i, 0)) for i in range(6)]
-    records = [Record(i, 0, 16, 0) for i in range(6)]
+    records = Records.of([(i, 0, 16, 0) for i in range(6)])
     plans = plan_wants([[Want(atom, rank, 1, 0, 0) for atom in atoms] for rank in range(4)], records).plans
     assert [[read.record for read in plan.own_reads] for plan in plans] == [
         [0, 1, 2, 3, 4, 5],
@@ -56,7 +56,7 @@ def test_padding_of_block_n_goes_to_rank_n_modulo_size() -> None:
     """The same holds for blocks that no rank wants, in a record with wanted bytes."""
     atoms = [make_atom(f"a{i}", 1, (0, 1, i, 0)) for i in range(2)]
     wants: list[list[Want]] = [[], [], [Want(atom, 0, 1, 0, 0) for atom in atoms]]
-    plans = plan_wants(wants, [Record(i, 0, 28, 0) for i in range(2)], block=8).plans
+    plans = plan_wants(wants, Records.of([(i, 0, 28, 0) for i in range(2)]), block=8).plans
     assert [sorted(read[:3] for read in plan.own_reads) for plan in plans] == [
         [(0, 4, 4), (0, 24, 4), (1, 16, 8)],
         [(0, 8, 8), (1, 4, 4), (1, 24, 4)],
@@ -70,7 +70,7 @@ def test_padding_of_block_n_goes_to_rank_n_modulo_size() -> None:
 def test_bytes_for_two_ranks_are_read_by_the_owner_and_sent_to_both() -> None:
     atom = make_atom("w", 4, (0, 4, 1, 0))
     wants = [[], [Want(atom, 0, 3, 0, 5)], [Want(atom, 1, 3, 2, 0)]]
-    plans = plan_wants(wants, [Record(0, 0, 8, 0), Record(0, 64, 16, 0)]).plans
+    plans = plan_wants(wants, Records.of([(0, 0, 8, 0), (0, 64, 16, 0)])).plans
     owner = plans[1].rounds[0]
     assert [plan.own_reads for plan in plans] == [[], [], []]
     assert owner.reads == [read_of(item(1, 0, 16, STAGING, 0))]
@@ -87,7 +87,7 @@ def test_bytes_for_two_ranks_are_read_by_the_owner_and_sent_to_both() -> None:
 def test_interleaved_runs_are_sent_as_runs() -> None:
     """Columns of a 2 × 4 matrix for two ranks (a refined Shard-H)."""
     pieces = [[Piece(0, 0, Run(2 * rank, 0, 2, 2, 4, 2))] for rank in range(2)]
-    plans = plan_pieces(pieces, [Record(0, 0, 32, 0)]).plans
+    plans = plan_pieces(pieces, Records.of([(0, 0, 32, 0)])).plans
     assert plans[0].rounds[0].served == [[Read(STAGING, 0, 8, 16, 2)], [Read(STAGING, 8, 8, 16, 2)]]
     assert plans[1].rounds[0].claims[0] == [Read(0, 8, 8, 16, 2, (CopyItem(0, 8, 8, 16, 2, 0, 0),))]
     assert [plan.nbytes for plan in plans] == [32, 0]
@@ -96,7 +96,7 @@ def test_interleaved_runs_are_sent_as_runs() -> None:
 def test_owners_send_in_the_same_round_and_ranks_receive_in_steps() -> None:
     """Eight blocks of 16 bytes for four machines, in rounds of 32 bytes: 48 are sent and received in each."""
     atom = make_atom("w", 32, (0, 32, 0, 0))
-    plans = plan_wants([[Want(atom, 0, 32, 0, 0)]] * 4, [Record(0, 0, 128, 0)], block=16, window=32).plans
+    plans = plan_wants([[Want(atom, 0, 32, 0, 0)]] * 4, Records.of([(0, 0, 128, 0)]), block=16, window=32).plans
     assert [[[read.offset for read in each.reads] for each in plan.rounds] for plan in plans] == [
         [[0], [64]],
         [[80], [16]],
@@ -137,7 +137,7 @@ def test_random_claims_are_filled_with_each_byte_read_once(
     planned = plan_pieces(pieces, records, block=BLOCK, window=window, min_direct=min_direct, access=access)
     check_passes(planned, first, *check_plan(planned, demand, window))
     for rank, plan in enumerate(planned.plans):
-        assert access.can_read(rank, [records[read.record].file for read in plan.reads]).all()
+        assert access.can_read(rank, [records.files[read.record] for read in plan.reads]).all()
         own = set(planned.blocks.owned(rank, np.arange(len(records))))
         passed = [read for each in plan.rounds for read in each.reads]
         passed += [read for read in plan.own_reads if not read.items]
@@ -176,7 +176,7 @@ def test_ranks_that_can_read_a_file_own_equal_numbers_of_its_blocks(
     data: st.DataObject, ranks: int, counts: list[int]
 ) -> None:
     """The numbers are equal over all files of the same ranks, too, so nodes with copies read equal parts."""
-    records = [Record(file, 64, count * 16, 0) for file, count in enumerate(counts)]
+    records = Records.of([(file, 64, count * 16, 0) for file, count in enumerate(counts)])
     access = data.draw(accesses(ranks, len(records)))
     blocks, touched = Blocks.of(records, 16, ranks, access), np.arange(len(records))
     owned = [list(blocks.owned(rank, touched)) for rank in range(ranks)]
@@ -208,14 +208,14 @@ def test_access_of_ten_thousand_hosts_to_local_files_needs_a_few_megabytes() -> 
     hosts = 10_240
     access = PartialAccess.of(range(hosts), [{host} for host in range(hosts)])
     assert access.seen.nbytes <= 14 << 20
-    records = [Record(file, 0, 5 * 16, 0) for file in range(hosts)]
+    records = Records.of([(file, 0, 5 * 16, 0) for file in range(hosts)])
     blocks = Blocks.of(records, 16, hosts, access)
     assert list(blocks.owned(7777, np.arange(hosts))) == [(7777, number) for number in range(5)]
 
 
 def test_ranks_with_access_to_all_wanted_files_exchange_no_bytes() -> None:
     """Two ranks resume the files of four ranks on the same two hosts."""
-    records = [Record(file, 64, 16, 0) for file in range(4)]
+    records = Records.of([(file, 64, 16, 0) for file in range(4)])
     pieces = [[Piece(file, 0, Run(0, 4 * (file % 2), 4)) for file in (2 * rank, 2 * rank + 1)] for rank in range(2)]
     split = PartialAccess.of([0, 1], [{0}, {0}, {1}, {1}])
     plain, partial = (plan_pieces(pieces, records, access=access).plans for access in (READ_ALL, split))

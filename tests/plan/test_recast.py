@@ -11,7 +11,7 @@ import pytest
 
 from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.model.index import AtomicIndex, GroupInfo
-from deepspeed_ucp.model.records import Record
+from deepspeed_ucp.model.records import Records
 from deepspeed_ucp.model.storage import MASTER, Atom, Atoms, Fragment, Fragments, ParamKey
 from deepspeed_ucp.plan.derive import DerivedParam, Slice, derive, fuse, split
 from tests.plan import planning
@@ -35,7 +35,7 @@ def make_index(shapes: Shapes, *, cut: int = 5, tp: int = 1, **fields: Any) -> t
                     position += size
                 shards.append((shape, Fragments("float32", placed[::-1])))
             atoms.append(Atom.of(name, state, shards))
-    index = planning.make_index(atoms, [Record(0, 0, 4 * position, None)], tp=tp, **fields)
+    index = planning.make_index(atoms, Records.of([(0, 0, 4 * position, None)]), tp=tp, **fields)
     return index, np.arange(position)
 
 
@@ -86,7 +86,7 @@ def test_experts_split_from_blocks_are_blocks() -> None:
     shape = (4, 3, 10)
     columns = [Fragment.of_block((0, 0, 5 * at), (4, 3, 5), shape, 0, 240 * at) for at in (0, 1)]
     atom = Atom.of("x", MASTER, [(shape, Fragments("float32", columns, shape))])
-    index = planning.make_index([atom], [Record(0, 0, 480, None)])
+    index = planning.make_index([atom], Records.of([(0, 0, 480, None)]))
     made = derive(index, {f"x.{e}": DerivedParam((Slice("x", e, 4),), 2) for e in range(4)})
     data = np.arange(120).reshape(4, 3, 2, 5).transpose(2, 0, 1, 3).reshape(-1)
     for expert in range(4):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ucp.model.records import STAGING, Read, Record
+from deepspeed_ucp.model.records import STAGING, Read, Records
 from deepspeed_ucp.plan.locate import join_items
 from deepspeed_ucp.plan.rounds import SELF_READ, Answers, Blocks, LoadPlan, make_owner_plan, split_claims_by_owner
 from tests.support.reads import item
@@ -29,7 +29,7 @@ def judge(
 ) -> tuple[LoadPlan, list[Answers]]:
     """Return the decision of rank 0, which owns all blocks."""
     arrays = [np.array(rows, np.int64).reshape(-1, 5) for rows in tables]
-    blocks = Blocks.of([Record(0, 0, nbytes, 0)], block, 1)
+    blocks = Blocks.of(Records.of([(0, 0, nbytes, 0)]), block, 1)
     owned = blocks.owned(0, np.array([0]))
     return make_owner_plan(arrays, blocks, owned, round_bytes, np.zeros(len(tables), np.bool_), machine, min_direct)
 
@@ -129,7 +129,7 @@ def test_blocks_without_claims_are_read_for_the_checksum() -> None:
 
 
 def test_an_owner_decides_only_about_its_blocks() -> None:
-    blocks = Blocks.of([Record(0, 0, 200, 0)], 50, 2)
+    blocks = Blocks.of(Records.of([(0, 0, 200, 0)]), 50, 2)
     empty, apart = np.zeros((0, 5), np.int64), np.zeros(2, np.bool_)
     found, _ = make_owner_plan([empty, empty], blocks, blocks.owned(1, np.array([0])), 1000, apart)
     assert spans(found.own_reads) == [(50, 100, 0), (150, 200, 0)]
@@ -168,7 +168,7 @@ def test_staged_bytes_fill_a_round_even_if_few_are_sent() -> None:
 
 
 def test_no_items_give_no_claims() -> None:
-    tables, addressed = split_claims_by_owner([], Blocks.of([Record(0, 0, 100, 0)], 16, 3))
+    tables, addressed = split_claims_by_owner([], Blocks.of(Records.of([(0, 0, 100, 0)]), 16, 3))
     assert [table.shape for table in tables] == [(0, 5)] * 3
     assert addressed == [[], [], []]
 
@@ -180,7 +180,7 @@ def test_no_items_give_no_claims() -> None:
     size=st.integers(1, 7),
 )
 def test_every_block_has_one_owner(nbytes: list[int], block: int, size: int) -> None:
-    blocks = Blocks.of([Record(0, 0, count, 0) for count in nbytes], block, size)
+    blocks = Blocks.of(Records.of([(0, 0, count, 0) for count in nbytes]), block, size)
     touched = np.arange(len(nbytes))
     held = [(record, number, rank) for rank in range(size) for record, number in blocks.owned(rank, touched)]
     every = [(record, low // block) for record, count in enumerate(nbytes) for low in range(0, count, block)]
@@ -200,7 +200,7 @@ def test_claims_are_sent_to_block_owners_in_the_order_of_the_tables() -> None:
         item(1, 4, 8, 0, 9),
     ]
     claims = join_items(items, 16)
-    tables, addressed = split_claims_by_owner(claims, Blocks.of([Record(0, 0, 48, 0), Record(0, 0, 16, 0)], 16, 2))
+    tables, addressed = split_claims_by_owner(claims, Blocks.of(Records.of([(0, 0, 48, 0), (0, 0, 16, 0)]), 16, 2))
     assert [[claim[:5] for claim in mine] for mine in addressed] == [
         [tuple(row) for row in table.tolist()] for table in tables
     ]

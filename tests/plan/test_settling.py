@@ -10,7 +10,7 @@ import pytest
 
 from deepspeed_ucp.errors import MismatchError, UnsupportedError
 from deepspeed_ucp.model.index import AtomicIndex
-from deepspeed_ucp.model.records import Record
+from deepspeed_ucp.model.records import Records
 from deepspeed_ucp.model.storage import MASTER, MODULE, Atom, Fragment, Fragments
 from deepspeed_ucp.plan.settling import list_weights, settle_index
 from deepspeed_ucp.tensor_parallel.kinds import Replicate, ShardV
@@ -30,7 +30,7 @@ def make_index(
     at = offsets or [0] * len(crcs)
     shards = [((4,), Fragments("float32", [Fragment(0, 4, number, offset)])) for number, offset in enumerate(at)]
     atom = Atom.of("b", MODULE, shards)
-    records = [Record(0, 32 * number, 32, crc) for number, crc in enumerate(crcs)]
+    records = Records.of([(0, 32 * number, 32, crc) for number, crc in enumerate(crcs)])
     fields = {"buffers": frozenset({"b"}), "hints": dict(hints or {})}
     return planning.make_index([atom], records, len(crcs), **fields)
 

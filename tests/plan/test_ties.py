@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deepspeed_ucp.errors import MismatchError
-from deepspeed_ucp.model.records import Record
+from deepspeed_ucp.model.records import Records
 from deepspeed_ucp.model.storage import COPY, MODULE, Atom, Fragment, Fragments
 from deepspeed_ucp.plan.match import are_same
 from tests.plan import planning
@@ -22,8 +22,8 @@ def make_atoms(one: Parts, other: Parts, dtype: str = "float32", numel: int = 4)
     return [planning.make_atom("embed", 4, *one), copy]
 
 
-def make_records(*crcs: int | None, nbytes: int = 8) -> list[Record]:
-    return [Record(0, nbytes * number, nbytes, crc) for number, crc in enumerate(crcs)]
+def make_records(*crcs: int | None, nbytes: int = 8) -> Records:
+    return Records.of([(0, nbytes * number, nbytes, crc) for number, crc in enumerate(crcs)])
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_dropped_16_bit_tie_is_compared_with_the_copy(crc: int | None, texts: 
         planning.make_atom("embed", 4, (0, 4, 1, 0), dtype="bfloat16", state=COPY),
         planning.make_atom("head", 4, (0, 4, 2, 0), dtype="bfloat16", state=MODULE),
     ]
-    records = [Record(0, 0, 80, 1), Record(0, 80, 8, 5), Record(0, 88, 8, crc)]
+    records = Records.of([(0, 0, 80, 1), (0, 80, 8, 5), (0, 88, 8, crc)])
     found = match(planning.make_index(held, records), {"embed": (4,)}, {}, aliases={"head": "embed"}, strict=False)
     assert all(text in note for text, note in zip(texts, [*map(str, found.skipped), *found.notes], strict=True))
 

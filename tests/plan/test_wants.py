@@ -6,7 +6,7 @@ import pytest
 
 from deepspeed_ucp.model.flat import join_parameters
 from deepspeed_ucp.model.index import AtomicIndex
-from deepspeed_ucp.model.records import Record
+from deepspeed_ucp.model.records import Record, Records
 from deepspeed_ucp.model.storage import COPY, MASTER, MODULE, Atom, Fragment, Fragments, ParamKey
 from deepspeed_ucp.model.view import EngineBuffer, EngineView
 from deepspeed_ucp.plan.locate import View, Want, locate
@@ -24,14 +24,14 @@ def cut(lanes: int) -> Layout:
 
 def make_index(**lanes: int) -> AtomicIndex:
     """Build parameters of 12 rows of two elements in so many shards, each in a separate record."""
-    records: list[Record] = []
+    records = Records()
     atoms = []
     for name, count in lanes.items():
         shards = []
         for _ in range(count):
             storage = Fragments("float32", [Fragment(0, 24 // count, len(records), 0)])
             shards.append(((12 // count, 2), storage))
-            records.append(Record(0, 64, 96 // count, 0))
+            records.append(0, Record(64, 96 // count, 0))
         atoms.append(Atom.of(name, MASTER, shards))
     return planning.make_index(atoms, records)
 

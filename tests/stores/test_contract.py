@@ -16,7 +16,7 @@ from deepspeed_ucp.io import objects, paths, store
 from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.io.read import MemorySink, RecordReader
 from deepspeed_ucp.io.scan import ScanFile, scan_files
-from deepspeed_ucp.model.records import FileRef, Record
+from deepspeed_ucp.model.records import FileRef, Records
 from tests.stores.server import BUCKET, serve_bucket
 from tests.support.covering import params
 from tests.support.memory import clear_memory, read_tree
@@ -201,7 +201,7 @@ def test_consecutive_ranges_are_read_by_one_request(stored: str, asked: list[tup
     store.write_small(url, CONTENT)
     into = bytearray(960)
     reads = [read_of(item(0, low, 60, 0, low)) for low in range(0, 960, 60)]
-    with RecordReader([Record(0, 10, 960, None)], [FileRef(url, len(CONTENT))], joined=300) as reader:
+    with RecordReader(Records.of([(0, 10, 960, None)]), [FileRef(url, len(CONTENT))], joined=300) as reader:
         checks = reader.read_parallel(reads, [MemorySink(memoryview(into))], 3)
     assert sorted(nbytes for _, nbytes in asked) == [60, 300, 300, 300] and bytes(into) == CONTENT[10:970]
     sums = {(low, zlib.crc32(into[low : low + 60])) for low in range(0, 960, 60)}
@@ -219,7 +219,7 @@ def read_stream(url: str) -> None:
 
 
 def read_record(url: str) -> None:
-    with RecordReader([Record(0, 0, 9, None)], [FileRef(url, len(CONTENT))]) as reader:
+    with RecordReader(Records.of([(0, 0, 9, None)]), [FileRef(url, len(CONTENT))]) as reader:
         reader.read([read_of(item(0, 0, 9, 0, 0))], [MemorySink(memoryview(bytearray(9)))])
 
 

@@ -72,7 +72,7 @@ def test_adjacent_items_are_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     wants = [whole.want(0, whole.numel) for whole in masters]
     with AtomReader(index) as reader:
         reader.read_tensors(wants, [memoryview(bytearray(want.nbytes)) for want in wants])
-    groups = len({(index.records[whole.place[0]].file, whole.place[0]) for whole in masters})
+    groups = len({(index.records.files[whole.place[0]], whole.place[0]) for whole in masters})
     assert len(calls) == groups < len(wants)
 
 

@@ -27,15 +27,17 @@ def flip(path: Path, position: int, bit: int = 0) -> None:
 
 def flip_largest(path: Path) -> None:
     """Damage a byte of a file's largest record."""
-    record = max(list_records(str(path)).records, key=lambda record: (record.name != "data.pkl", record.nbytes))
+    records = list_records(str(path)).records
+    record = records[max(records, key=lambda name: (name != "data.pkl", records[name].nbytes))]
     flip(path, record.offset + record.nbytes // 2)
 
 
 def flip_bit(index: AtomicIndex, name: str, state: str, offset: int | None = None) -> None:
     """Damage a source: in the record of an atom's last fragment, in the middle or at a byte."""
-    record = index.records[index.atoms[AtomKey(name, state)].shards[-1].list_fragments(state)[-1].record]
+    number = index.atoms[AtomKey(name, state)].shards[-1].list_fragments(state)[-1].record
+    record = index.records[number]
     position = record.nbytes // 2 if offset is None else offset % record.nbytes
-    flip(Path(index.files[record.file].path), record.offset + position)
+    flip(Path(index.files[index.records.files[number]].path), record.offset + position)
 
 
 @contextmanager

@@ -33,7 +33,6 @@ from ...model.storage import (
     strip_compiled,
 )
 from ...model.topology import number_groups
-from ...torchsave.records import FileRecord
 from .headers import Batches, FileBatch, FileHeader, Piece, TensorStates
 from .save import Save
 
@@ -249,7 +248,7 @@ class Builder:
         self.irregular: dict[AtomKey, str] = {}
         self.unreadable: dict[AtomKey, str] = {}
         self.file_ids: dict[str, int] = {}
-        self._record_ids: dict[tuple[int, FileRecord], int] = {}
+        self._record_ids: dict[tuple[int, Record], int] = {}
         self._storages: dict[ParamKey, list[ParamStorage]] = {}
         self._tp_shards: dict[ParamKey, int] = {}
         self._module: dict[ParamKey, None] = {}
@@ -263,13 +262,13 @@ class Builder:
         """Names of the parameters that an optimizer owns on any model-parallel rank."""
         return {name for rank in self.ranks for name in rank.shapes}
 
-    def record(self, header: FileHeader, record: FileRecord) -> int:
+    def record(self, header: FileHeader, record: Record) -> int:
         """Return the number of a file's record; new records are numbered."""
         file = self._file(header)
         number = self._record_ids.get((file, record))
         if number is None:
             number = self._record_ids[file, record] = len(self.records)
-            self.records.append(Record(file, record.offset, record.nbytes, record.crc))
+            self.records.append(file, record)
         return number
 
     def number_records(self, batch: FileBatch, piece: int) -> array[int]:

@@ -19,9 +19,9 @@ import numpy.typing as npt
 from ...comm import pack, unpack
 from ...model.flat import Shape
 from ...model.index import Use
+from ...model.records import Record
 from ...model.storage import count, strip_compiled
 from ...model.wrappers import Wrapper, find_wrapper
-from ...torchsave.records import FileRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Piece:
     ``fault`` is the reason why its bytes cannot be resharded (a permuted memory format, an unknown dtype), or empty.
     """
 
-    record: FileRecord
+    record: Record
     offset: int
     shape: Shape
     dtype: str
@@ -173,7 +173,7 @@ class ModelHeader:
     shared: dict[str, str]
     counters: dict[str, Any]
     optim: OptimHeader | None
-    others: tuple[FileRecord, ...] = ()
+    others: tuple[Record, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
     degrees: tuple[int, int] | None = None
     hints: dict[str, Any] = field(default_factory=dict)
@@ -258,7 +258,7 @@ def _number_pieces(header: FileHeader) -> bytes:
     """Encode all pieces of a header as consecutive :data:`PIECE` items."""
     numbers = list[int]()
     for piece in _list_pieces(header):
-        _, offset, nbytes, crc = piece.record
+        offset, nbytes, crc = piece.record
         numbers += (offset, nbytes, -1 if crc is None else crc, piece.offset, piece.numel)
     return _pack(numbers)
 
@@ -279,7 +279,7 @@ class HeaderTemplate:
 
     def __init__(self, header: FileHeader) -> None:
         self.header, self._pieces = header, _list_pieces(header)
-        numbers: dict[FileRecord, int] = {}
+        numbers: dict[Record, int] = {}
         self.firsts = [numbers.setdefault(piece.record, number) for number, piece in enumerate(self._pieces)]
         optim = header.optim
         shapes = [(-1,) if optim and len(piece.shape) == 1 else piece.shape for piece in self._pieces]
@@ -296,7 +296,7 @@ class HeaderTemplate:
         header = self.header
         if header.layer:
             pieces = zip(self.ends, self._pieces, self.firsts, strict=True)
-            records = ((end, piece, FileRecord(piece.record.name, first, 0, None)) for end, piece, first in pieces)
+            records = ((end, piece, Record(first, 0, None)) for end, piece, first in pieces)
             layer = {end: replace(piece, record=record, offset=0) for end, piece, record in records}
             header = replace(header, name="", size=0, crc=None, writer={}, layer=layer)
         return pack(header)
@@ -333,7 +333,7 @@ class HeaderTemplate:
         like = self._pieces[number]
         offset, nbytes, crc, start, numel = _PIECE.unpack_from(numbers, number * _PIECE.size)
         shape = (numel,) if len(like.shape) == 1 else like.shape
-        record = FileRecord(like.record.name, offset, nbytes, None if crc < 0 else crc)
+        record = Record(offset, nbytes, None if crc < 0 else crc)
         return Piece(record, start, shape, like.dtype, like.fault)
 
     def make_states(self, tensor: int, numbers: bytes) -> TensorStates:

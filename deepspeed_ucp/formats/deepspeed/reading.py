@@ -19,6 +19,7 @@ from ...io.memory import pause_collection
 from ...io.paths import join_path
 from ...model.flat import Shape
 from ...model.index import ASKED, BATCH_SIZES, BEGUN, HELPERS, SHUFFLED, Use, to_integer
+from ...model.records import Record
 from ...model.storage import ITEMSIZE, strip_compiled
 from ...model.wrappers import SCALER_STATE, ZERO_STAGE_KEY, Form, Wrapper, find_saved
 from ...torchsave.objects import (
@@ -34,7 +35,6 @@ from ...torchsave.objects import (
     to_number,
     walk,
 )
-from ...torchsave.records import FileRecord
 from ...torchsave.repickle import write_pickle
 from ...torchsave.torchfile import TorchFile, read_header
 from ..findings import REPORT, explain_form
@@ -57,7 +57,7 @@ _COMMON_GLOBALS = frozenset(
 T = TypeVar("T")
 
 _COUNTED = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
-_EMPTY = FileRecord("", 0, 0, None)
+_EMPTY = Record(0, 0, None)
 _MOST_ENTRIES = 2_000_000  # of a module's state_dict
 _MOST_PARTS = 100_000  # of a hyper-parameter or a saved ds_config, written out in full
 _MOST_RANKS = 1 << 20
@@ -165,7 +165,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (str, bytes, float)) or is_setting(value)
 
 
-def locate(ref: TensorRef, storages: Mapping[str, FileRecord]) -> Piece:
+def locate(ref: TensorRef, storages: Mapping[str, Record]) -> Piece:
     """Return a tensor's place in its file; in an empty record if it has no storage."""
     record = storages.get(ref.storage.key, _EMPTY)
     itemsize = ITEMSIZE.get(ref.dtype)

@@ -14,7 +14,7 @@ from ...io.memory import pause_collection
 from ...io.paths import join_path
 from ...model.flat import Shape
 from ...model.index import AtomicIndex, GroupInfo
-from ...model.records import FileRef, Record
+from ...model.records import FileRef, Record, Records
 from ...model.storage import (
     COPY,
     ITEMSIZE,
@@ -32,7 +32,6 @@ from ...model.storage import (
 from ...model.topology import Topology
 from ...model.wrappers import ATOMIC
 from ...torchsave.objects import describe
-from ...torchsave.records import FileRecord
 from ...torchsave.unpickle import MOST_DIMENSIONS
 from ..deepspeed.headers import Piece
 from ..findings import WARNING, Finding, explain_form
@@ -234,10 +233,10 @@ class _Maker:
     def __init__(self, where: FileTable) -> None:
         self.where = where
         self.files: list[FileRef] = []
-        self.records: list[Record] = []
+        self.records = Records()
         self.atoms: list[Atom] = []
         self._file_ids: dict[str, int] = {}
-        self._record_ids: dict[tuple[int, FileRecord], int] = {}
+        self._record_ids: dict[tuple[int, Record], int] = {}
         self._keys: set[tuple[str, str]] = set()
         self._runs = 0
 
@@ -264,7 +263,7 @@ class _Maker:
             cut = [run for block in blocks for run in block.list_runs(shape, ITEMSIZE[dtype])]
             storage = Fragments(dtype, sorted(cut, key=attrgetter("start")))
             atom = Atom.of(name, state, [(shape, storage)])
-            check_coverage(atom, lambda part: self.files[self.records[part.record].file].path)
+            check_coverage(atom, lambda part: self.files[self.records.files[part.record]].path)
         self.atoms.append(atom)
 
     def _check(self, name: str, tensor: StoredTensor, chunk: TensorBlock) -> None:
@@ -296,7 +295,7 @@ class _Maker:
         record = chunk.piece.record
         number = self._record_ids.setdefault((file, record), len(self.records))
         if number == len(self.records):
-            self.records.append(Record(file, record.offset, record.nbytes, record.crc))
+            self.records.append(file, record)
         return number
 
 

@@ -12,10 +12,11 @@ from typing import Any
 from ...comm import Comm
 from ...errors import CheckpointError, UnsupportedError, shorten
 from ...io.jsonfile import parse_json, read_json
+from ...model.records import Record
 from ...model.storage import ITEMSIZE, count
 from ...torchsave import torchfile
 from ...torchsave.objects import TensorRef, describe, is_short, to_number
-from ...torchsave.records import FileRecord, open_file
+from ...torchsave.records import open_file
 from ..deepspeed.headers import Piece
 from ..deepspeed.reading import locate, read_hyper
 from ..findings import Finding
@@ -205,7 +206,7 @@ def _parse_header(header: dict[str, Any], name: str, path: str, begin: int, size
                 f"{key} has {high - low} bytes for shape {shape} of {dtype}; it is damaged.", path=path
             )
         spans.append((low, high, key))
-        piece = Piece(FileRecord(key, begin + low, high - low, None), 0, shape, dtype)
+        piece = Piece(Record(begin + low, high - low, None), 0, shape, dtype)
         offsets = read_shape(places[key]["saved_offsets"]) if sharding else (0,) * len(shape)
         whole = tuple(begin + size for begin, size in zip(offsets, shape, strict=True))
         tensors[key] = StoredTensor(dtype, whole, (TensorBlock(offsets, name, piece),))
@@ -238,7 +239,7 @@ def _read_state_dict(path: str, name: str) -> tuple[NamedTensors, list[str]]:
     return tensors, others
 
 
-def _store_tensor(key: str, ref: TensorRef, storages: Mapping[str, FileRecord], name: str, path: str) -> StoredTensor:
+def _store_tensor(key: str, ref: TensorRef, storages: Mapping[str, Record], name: str, path: str) -> StoredTensor:
     """Return a tensor of a ``torch.save`` file as one block."""
     piece = locate(ref, storages)
     if piece.fault:

@@ -18,7 +18,7 @@ from ...errors import CheckpointError, UcpError, UnsupportedError, shorten
 from ...io.paths import is_url
 from ...io.store import find_entry, list_tree
 from ...model.index import AtomicIndex, GroupInfo
-from ...model.records import FileRef, Record
+from ...model.records import FileRef, Record, Records
 from ...model.storage import ITEMSIZE, Atom, AtomKey, Fragment, Fragments, ParamKey, count
 from ...model.topology import Topology
 from ...model.wrappers import ATOMIC
@@ -336,16 +336,17 @@ def _index(folder: str, manifest: Manifest, header: FileHeader, places: Sequence
         for name, file in manifest.seal.files.items()
     ]
     numbers = {name: number for number, name in enumerate(manifest.seal.files)}
-    records: list[Record] = []
+    records = Records()
     atoms: list[Atom] = []
     for atom in manifest.atoms:
         fragments = [Fragment(0, count(atom.shape), len(records), 0)] if count(atom.shape) else []
-        records.append(Record(numbers[place_file(atom.key)], atom.offset, atom.nbytes, atom.crc))
+        records.append(numbers[place_file(atom.key)], Record(atom.offset, atom.nbytes, atom.crc))
         storage = Fragments(atom.dtype, fragments)
         atoms.append(Atom.of(atom.name, atom.state, [(atom.shape, storage)], atom.instance))
     others = header.require_model().others
     client = tuple(range(len(records), len(records) + len(others)))
-    records += [Record(numbers[STATE_FILE], blob.offset, blob.nbytes, blob.crc) for blob in others]
+    for blob in others:
+        records.append(numbers[STATE_FILE], Record(blob.offset, blob.nbytes, blob.crc))
     topology = {**manifest.source, "wrapper": ATOMIC, **dict.fromkeys(("dp", "tp", "pp", "sp", "ep"), 1)}
     index = AtomicIndex.of(
         *(files, records, atoms, Topology(**topology), f"{folder}/{STATE_FILE}"),

@@ -22,6 +22,7 @@ from ...extensions.registry import find_for_fused
 from ...io.paths import Entry, choose_map, is_url
 from ...io.store import note_listed
 from ...model.index import AtomicIndex, GroupInfo
+from ...model.records import Record
 from ...model.storage import MASTER, MODULE, AtomKey, ParamKey, are_alike, count, strip_compiled
 from ...model.topology import Topology
 from ...model.wrappers import ATOMIC, ZERO_STAGE_KEY, find_wrapper
@@ -30,7 +31,6 @@ from ...tensor_parallel.layout import Shape
 from ...tensor_parallel.metadata import INFO, from_universal_info
 from ...tensor_parallel.recorded import record_pattern
 from ...torchsave.objects import TensorRef
-from ...torchsave.records import FileRecord
 from ...torchsave.torchfile import TorchFile, read_header
 from ..deepspeed.builder import Builder, SavedRank
 from ..deepspeed.files import MANIFEST, ZERO, holds_atoms, scan_folder
@@ -321,7 +321,7 @@ def _add_param(builder: Builder, part: UniversalHeaders, name: str) -> None:
     shapes, states = part.shapes[name], part.params.get(name, {})
     master = states.get(MASTER)
     if master is None and not any(count(shape) for shape in shapes.values()):
-        nothing = Piece(FileRecord("", 0, 0, None), 0, shapes[min(shapes)], "float32")
+        nothing = Piece(Record(0, 0, None), 0, shapes[min(shapes)], "float32")
         builder.add(SavedRank(), name, MASTER, part.save.main, nothing)
         return
     if master is None or master.piece is None:

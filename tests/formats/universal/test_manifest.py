@@ -36,7 +36,7 @@ from deepspeed_ucp.formats.universal.index import (
 )
 from deepspeed_ucp.model.flat import join_parameters
 from deepspeed_ucp.model.index import AtomicIndex, GroupInfo
-from deepspeed_ucp.model.records import FileRef
+from deepspeed_ucp.model.records import FileRef, Records
 from deepspeed_ucp.model.storage import ParamKey
 from deepspeed_ucp.model.topology import Topology
 from deepspeed_ucp.tensor_parallel.kinds import ShardNC, ShardV
@@ -86,7 +86,7 @@ def test_encoding_refuses_objects_by_name() -> None:
 
 INDEX = AtomicIndex.of(
     (FileRef("/run/tag/b.pt", 20, 7), FileRef("/run/tag/a.pt", 10, None)),
-    (),
+    Records(),
     (),
     topology=Topology(1, "zero12", "bfloat16", 4, 2, 2, flats=(join_parameters(0, ("w",), ((6,),)),)),
     state_file="/run/tag/a.pt",
