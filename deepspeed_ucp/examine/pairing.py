@@ -215,7 +215,7 @@ def _settle_both(
     target = {a.name: _local(right.atoms[b]) for a, b in keys}
     theirs = [replace(rule, by="target") for rule in order_rules(right, ())]
     both = [*order_rules(left, rules), *theirs]
-    settled = settle(sorted(source), source, target, both, left.hints)
+    settled = settle(sorted(source), source, target, both, left.hints, sides=("A", "B"))
     both_ways = replace(settled, open={}, wrong=_compare_shapes(settled, source, target, both, left))
     _refine(both_ways, source, target, left, order_rules(left, rules))
     _refine(both_ways, source, target, right, order_rules(right, rules))
@@ -242,7 +242,7 @@ def _compare_shapes(
         wrong[name] = f"shape {shapes[0]} ≠ {shapes[1]}" if shapes[0] != shapes[1] else why
     unknown = {name: reason for name, reason in settled.open.items() if name not in wrong}
     contradicted = {name: text for name, text in settled.wrong.items() if name not in wrong}
-    replace(settled, open=unknown, wrong=contradicted).require()
+    replace(settled, open=unknown, wrong=contradicted, reshaped={}).require()  # no resize rule applies
     return wrong
 
 

@@ -16,7 +16,7 @@ from itertools import accumulate, product
 from math import gcd
 from typing import ClassVar
 
-from ..errors import MismatchError
+from ..errors import MismatchError, pluralize
 from ..model.storage import count
 from .layout import Intervals, Layout, Shape, stack, whole
 
@@ -112,7 +112,11 @@ class Pattern(ABC):
         raise MismatchError(f"{type(self).__name__.lower()}: shape {shape} has no {degree} equal parts")
 
 
-def check_shapes(source: Shape, target: Shape, vocab: int | None) -> None:
+SIDES = ("the checkpoint", "the model")
+"""Names of source and target in messages."""
+
+
+def check_shapes(source: Shape, target: Shape, vocab: int | None, sides: tuple[str, str] = SIDES) -> None:
     """Compare the logical shapes of both sides, except a vocabulary's padding.
 
     Raises:
@@ -124,11 +128,11 @@ def check_shapes(source: Shape, target: Shape, vocab: int | None) -> None:
         if vocab is not None:
             return
         raise MismatchError(
-            f"logical shape {source} in the checkpoint, {target} in the model; {VOCABULARY_HINT}. If neither is right, "
+            f"logical shape {source} in {sides[0]}, {target} in {sides[1]}; {VOCABULARY_HINT}. If neither is right, "
             "the pattern is not this parameter's"
         )
     raise MismatchError(
-        f"logical shape {source} in the checkpoint, {target} in the model: another model, or the wrong pattern"
+        f"logical shape {source} in {sides[0]}, {target} in {sides[1]}: another model, or the wrong pattern"
     )
 
 
@@ -365,7 +369,9 @@ def _find_dim(dim: int, shapes: Sequence[Shape]) -> int:
     """Check that shards differ only along ``dim``; return it as a non-negative number."""
     dims = len(shapes[0])
     if not -dims <= dim < dims:
-        raise MismatchError(f"shard along dimension {dim}, but the shape {shapes[0]} has {dims} dimensions")
+        raise MismatchError(
+            f"shard along dimension {dim}, but the shape {shapes[0]} has {pluralize(dims, 'dimension')}"
+        )
     dim %= dims
     for shape in shapes[1:]:
         if len(shape) != dims:

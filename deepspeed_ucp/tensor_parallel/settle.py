@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import MismatchError, fold_names
 from ..model.storage import count
 from .facts import Facts
-from .kinds import TABLE, Pattern, Replicate, SameShards, Unique, advise_vocabulary, check_shapes
+from .kinds import SIDES, TABLE, Pattern, Replicate, SameShards, Unique, advise_vocabulary, check_shapes
 from .layout import Layout, Run, Shape, copy_runs
 from .resize import Resize, Resized, advise_resize, is_fused
 from .rules import RuleSet, find_resize, list_families, suggest_rule
@@ -40,6 +40,7 @@ class Settled:
         resizes: name → change of a parameter with another shape in the target, by a user's rule.
         reshaped: name → different logical shapes of both sides without such a rule.
         padded: the names among these whose shapes differ only in rows.
+        sides: names of source and target in messages.
         unused: the user's rules that match no parameter.
         notes: the checkpoint's rules that match no parameter; scripts often list parameters of a model's variants.
     """
@@ -52,6 +53,7 @@ class Settled:
     resizes: dict[str, Resized] = field(default_factory=dict)
     reshaped: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
     padded: list[str] = field(default_factory=list)
+    sides: tuple[str, str] = SIDES
     unused: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -69,7 +71,8 @@ class Settled:
         """Return self; MismatchError with rules to paste if parameters are open or wrong."""
         texts = []
         if self.wrong:
-            fact = f"The model and the checkpoint do not match: {_fold(self.wrong.items())}."
+            source, target = self.sides
+            fact = f"{source[:1].upper()}{source[1:]} and {target} do not match: {_fold(self.wrong.items())}."
             resize = advise_resize(self.reshaped) if self.reshaped.keys() == self.wrong.keys() else ""
             texts.append(f"{fact}{resize}{advise_vocabulary(self.padded)}")
         if self.open:
@@ -81,12 +84,13 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class Unsettled:
-    """A parameter without a pattern: both sides' local shapes, and rule sets' hints."""
+    """A parameter without a pattern: both sides' local shapes, rule sets' hints, and names of the sides."""
 
     name: str
     source: tuple[Shape, ...]
     target: tuple[Shape, ...] | None
     why: tuple[str, ...]
+    sides: tuple[str, str]
 
     def suggest(self) -> dict[str, Any]:
         """Suggest a rule to complete and paste."""
@@ -96,8 +100,9 @@ class Unsettled:
     @property
     def text(self) -> str:
         """The shapes and the hints, for a message."""
-        model = "" if self.target is None else f", {_describe_side(self.target)} in the model"
-        return "; ".join((f"{_describe_side(self.source)} in the checkpoint{model}", *self.why))
+        source, target = self.sides
+        more = "" if self.target is None else f", {_describe_side(self.target)} in {target}"
+        return "; ".join((f"{_describe_side(self.source)} in {source}{more}", *self.why))
 
 
 def settle(
@@ -109,6 +114,7 @@ def settle(
     *,
     degree: int | None = None,
     buffers: Mapping[str, bool] | None = None,
+    sides: tuple[str, str] = SIDES,
 ) -> Settled:
     """Determine the layouts of parameters on both sides.
 
@@ -119,8 +125,12 @@ def settle(
         hints: facts of the checkpoint (``AtomicIndex.hints``): ``args``, ``checkpoint_version``.
         degree: tensor-parallel degree of a target without known shapes (``target`` is None).
         buffers: buffer → True if every rank has equal bytes: it is a replica if no rule differs.
+        sides: names of source and target in messages.
     """
-    settler = _Settler(source, target, rule_sets, Facts.of(hints, source), degree, buffers or {})
+    if target is None and degree is None:
+        sides = (sides[0], "the patterns")
+    facts, settled = Facts.of(hints, source), Settled(sides=sides)
+    settler = _Settler(source, target, rule_sets, facts, degree, buffers or {}, settled)
     for name in names:
         try:
             settler.settle(name)
@@ -164,7 +174,7 @@ class _Settler:
         sides = sides or self._prove(name, source, target)
         if not sides:
             why = tuple(f"{one.name}: {one.hints[name]}" for one in self.rule_sets if name in one.hints)
-            self.settled.open[name] = Unsettled(name, source, target, why)
+            self.settled.open[name] = Unsettled(name, source, target, why, self.settled.sides)
             return
         if self.degree is not None:
             unit = self.facts.args.get("make_vocab_size_divisible_by")  # Megatron pads to it times the degree
@@ -184,7 +194,8 @@ class _Settler:
         if have.shape == want.shape and runs != [(Run(0, 0, size),) if size else () for size in sizes]:
             raise MismatchError(
                 f"{origin} and {other_origin} give its shards {_describe_side(shapes)} different orders of elements. "
-                "Build the model with the saved layout, or give a rule for it if both have the same"
+                f"Give a rule for it if {' and '.join(self.settled.sides)} have the same layout, else build the model "
+                "with the saved one"
             )
 
     def _note(self, name: str, source: tuple[Shape, ...]) -> None:
@@ -205,11 +216,12 @@ class _Settler:
             have, self.settled.resizes[name] = rule.fit(have, want, pattern.vocab)
         elif want is not None:
             self.settled.reshaped[name] = have.shape, want.shape
-            check_shapes(have.shape, want.shape, pattern.vocab or other.vocab)
+            check_shapes(have.shape, want.shape, pattern.vocab or other.vocab, self.settled.sides)
             if have.shape != want.shape and (have.mean or have.is_in_parts or want.is_in_parts):
+                source_name, target_name = self.settled.sides
                 raise MismatchError(
-                    f"vocabulary of {have.shape[0]} rows in the checkpoint, {want.shape[0]} in the model: padding of "
-                    "parameters in parts, or averaged over replicas, cannot differ"
+                    f"vocabulary of {have.shape[0]} rows in {source_name}, {want.shape[0]} in {target_name}: padding "
+                    "of parameters in parts, or averaged over replicas, cannot differ"
                 )
             del self.settled.reshaped[name]
         self.settled.layouts[name] = (have, want)
@@ -220,7 +232,8 @@ class _Settler:
         """Compare whole shapes; without a resize rule only vocabulary padding may differ."""
         patterns = [pattern for pattern, _ in sides or () if pattern.vocab and not pattern.is_in_parts([source])]
         vocab = patterns[0].vocab if patterns else None
-        text = f"shape {source} in the checkpoint, {target} in the model"
+        source_name, target_name = self.settled.sides
+        text = f"shape {source} in {source_name}, {target} in {target_name}"
         if rule is None and (vocab is None or not source or source[1:] != target[1:]):
             self.settled.reshaped[name] = source, target
             if source and source[1:] == target[1:]:
@@ -280,10 +293,9 @@ def _describe_open(unsettled: Mapping[str, Unsettled]) -> str:
     rules = dict.fromkeys(json.dumps(parameter.suggest()) for parameter in unsettled.values())
     return (
         f"How tensor parallelism cuts the following is not known ({len(unsettled)} "
-        f"parameter{'s' * (len(unsettled) > 1)}): {_fold((n, one.text) for n, one in unsettled.items())}. Name the "
-        'model\'s family ("checkpoint": {"universal": {"patterns": "<family>"}}; families: '
-        f"{', '.join(list_families())}), or give rules. Check and paste: "
-        f'"checkpoint": {{"universal": {{"patterns": [{", ".join(rules)}]}}}}'
+        f"parameter{'s' * (len(unsettled) > 1)}): {_fold((n, one.text) for n, one in unsettled.items())}. Give the "
+        'model\'s family or rules as "patterns" in "checkpoint": {"universal": …} or as --patterns. Families: '
+        f"{', '.join(list_families())}. Rules to check and paste: [{', '.join(rules)}]"
     )
 
 

@@ -23,6 +23,7 @@ from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 GOLDEN = Path(__file__).with_name("golden")
 OPTIM = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+WRONG = '[{"match":".*","pattern":"shard-h","dim":2}]'
 SAVES = "--mtbf 4h --restart 2m --read-gbs 273 --write-gbs 273"
 MADE = [
     "convert good made",
@@ -105,6 +106,7 @@ LINES = {
         *("diff good weights", "diff good weights --only attention --all"),
         "diff good tensor",
         f"diff good tensor --patterns {PATTERNS}",
+        f"diff good tensor --patterns {WRONG}",
         "diff good good --tolerance -1",
         "diff good good --workers -1",
         *("diff good good --only (", "diff good good --only nowhere", "diff good good --states fp23"),
@@ -144,6 +146,7 @@ LINES = {
         *("convert good out", "convert good out", "convert other out", "convert other out --overwrite --quiet"),
         'convert good renamed --patterns {"rename":{"ln_f.*":"x"}}',
         *("convert good out --groups module", "convert megatron no-out"),
+        *("convert tensor no-out", f"convert tensor no-out --patterns {WRONG}"),
     ],
     "export": [
         "export good weights-out",

@@ -136,7 +136,7 @@ LOGICAL = r"logical shape \(8, 3\) in the checkpoint, \(8, 2\) in the model"
         (Partial(), "join", [[(2,), (3,)]], "shapes differ"),
         (ShardH(dim=1), "join", [[(2, 4), (3, 4)]], "shard along dimension 1, but the shapes differ in 0"),
         (ShardV(), "join", [[(2, 4), (2, 5)]], "shard along dimension 0, but the shapes differ in 1"),
-        (ShardH(dim=1), "join", [[(4,), (4,)]], "has 1 dimensions"),
+        (ShardH(dim=1), "join", [[(4,), (4,)]], "has 1 dimension$"),
         (ShardV(), "join", [[(4,), (4, 1)]], "different numbers of dimensions"),
         (ShardV(), "join", [[(), ()]], "has 0 dimensions"),
         (ShardV(unit=3), "join", [[(4,), (2,)]], "not whole units of 3"),

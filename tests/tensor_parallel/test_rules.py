@@ -251,9 +251,8 @@ def test_parameters_without_a_pattern_are_listed_with_example_rules():
     assert "{1-2}.a.weight: (4, 6) on 2 ranks in the checkpoint, (8, 6) on 1 rank in the model" in text
     assert "1.odd: (2, 2, 2) and (3, 2, 2) on 2 ranks in the checkpoint" in text
     assert "norm.weight" not in text
-    start = text.index('"checkpoint": {"universal": {"patterns": [')
-    rules = json.loads("{" + text[start:] + "}")["checkpoint"]["universal"]["patterns"]
-    suggested = {rule["match"]: rule for rule in rules}
+    rules = text.partition("Rules to check and paste: ")[2]
+    suggested = {rule["match"]: rule for rule in json.loads(rules)}
     assert suggested[r"\d+\.a\.weight"] == V
     assert suggested[r"embed\.weight"] == {"match": r"embed\.weight", "pattern": "shard-v", "vocab": True}
     assert suggested[r"\d+\.out\.weight"] == {"match": r"\d+\.out\.weight", "pattern": "shard-h", "dim": 1}
