@@ -197,11 +197,13 @@ def _read_front(url: str, most: int | None) -> tuple[bytes, Any]:
         try:
             for piece in answer.stream(_PIECE):
                 data += piece
-                if len(data) >= limit:
+                if len(data) > limit:
                     break
         except GenericError as error:
             failures = _pause(failures, error, url)
         else:
+            if most is None and len(data) > limit:
+                raise OSError(f"{url}: is no small file, it has more than {limit} bytes")
             version = {"e_tag": meta["e_tag"], "version": meta["version"]}
             return bytes(data[:limit]), {name: value for name, value in version.items() if value is not None}
 

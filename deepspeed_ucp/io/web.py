@@ -24,6 +24,7 @@ from .threads import map_threads
 _TIMEOUT = 60.0
 _AT_ONCE = 16
 _LARGEST_PAGE = 64 << 20
+_DEEPEST = 64  # levels of folders
 
 _STATUS = {401: PermissionError, 403: PermissionError, 404: FileNotFoundError, 410: FileNotFoundError}
 _HINTS = {401: "check the credentials", 403: "check the credentials", 404: ABSENT}
@@ -70,11 +71,15 @@ class WebStore(ObjectStore):
             return Entry(FOLDER, 0.0)
         return self.find_entry(f"{folder}/{name}") or Entry(0, 0.0)
 
-    def list_tree(self, folder: str) -> dict[str, Entry]:
+    def list_tree(self, folder: str, depth: int = 0) -> dict[str, Entry]:
+        if depth > _DEEPEST:
+            raise OSError(
+                f"{folder}: the server lists more than {_DEEPEST} folders deep; its links may lead in circles"
+            )
         tree = dict[str, Entry]()
         for name, entry in self.list_folder(folder).items():
             if entry.is_folder:
-                below = self.list_tree(f"{folder}/{name}")
+                below = self.list_tree(f"{folder}/{name}", depth + 1)
                 tree.update({f"{name}/{path}": child for path, child in below.items()})
             else:
                 tree[name] = entry

@@ -273,3 +273,14 @@ def test_markers_of_folders_are_not_files(stored: str) -> None:
     store.write_small(f"{stored}/run/a", b"1")
     assert store.list_tree(stored).keys() == {"run/a"} == {f"run/{name}" for name in store.list_folder(f"{stored}/run")}
     assert store.list_folder(stored)["run"].is_folder and read_tree(stored) == {"run/a": b"1"}
+
+
+def test_an_object_that_is_not_small_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepspeed_ucp.io.objects._SMALL", 4)
+    for size in (4, 5):
+        store.write_small("memory://large/file", bytes(size))
+        if size == 4:
+            assert store.read_small("memory://large/file") == bytes(4)
+    with pytest.raises(OSError, match="more than 4 bytes"):
+        store.read_small("memory://large/file")
+    assert store.read_small("memory://large/file", 2) == bytes(2)

@@ -121,6 +121,21 @@ class Odd(Ranged):
             super().send_header(name, value)
 
 
+class Endless(Ranged):
+    """Lists a folder in each folder."""
+
+    def translate_path(self, path: str) -> str:
+        return str(Path(self.directory) / "run") if path.endswith("/") else super().translate_path(path)
+
+    def list_directory(self, path: Any) -> Any:
+        page = super().list_directory(path)
+        return page and io.BytesIO(page.read().replace(b"<ul>", b'<a href="a/">a</a>'))
+
+    def send_header(self, name: str, value: str) -> None:
+        if name != "Content-Length":
+            super().send_header(name, value)
+
+
 class Cut(Ranged):
     """Sends the first half of an index page."""
 
@@ -234,6 +249,12 @@ def test_a_tree_has_all_of_its_folders_or_fails(folder: Path) -> None:
         assert store.list_tree(f"{url}/empty") == {}
         with pytest.raises(OSError, match=f"failed {objects.ATTEMPTS} times.*503"):
             store.list_tree(url)
+
+
+def test_folders_without_end_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with serve(tmp_path, Endless) as url, pytest.raises(OSError, match="more than 64 folders deep"):
+        store.list_tree(url)
 
 
 @pytest.mark.parametrize("handler", [Cut, ChunkedCut])
