@@ -72,7 +72,8 @@ def _read_default(text: str | None) -> bool | dict[str, Any]:
                 text = file.read()
         given = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{wanted}: {error}") from None
+        fault = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{wanted}: {fault}") from None
     if not isinstance(given, dict):
         raise ConfigError(f'{wanted}, such as {{"fallback": true}}.')
     if "patterns" in given:

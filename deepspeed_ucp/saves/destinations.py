@@ -22,7 +22,7 @@ from ..formats.deepspeed.reading import read_file
 from ..formats.deepspeed.seal import read_seal
 from ..formats.latest import LATEST, find_known_age, read_tag
 from ..formats.open import seal_folder
-from ..io.paths import Entry
+from ..io.paths import Entry, is_url
 from ..io.store import exchange_small, exists, list_folder, list_tree, put_file, read_small, remove, write_small
 from ..io.threads import map_threads
 from .memory import SavePart, list_later
@@ -111,6 +111,8 @@ def _put_part(save: SavePart, folder: str) -> list[str]:
             put_file(f"{folder}/{name}", path)
 
     map_threads(put, names, _COPIERS)
+    if not is_url(folder):  # a node without files may be the first one here
+        os.makedirs(folder, exist_ok=True)
     write_small(f"{folder}/{name_node_file(save, save.node)}", b"")
     return names
 

@@ -141,6 +141,7 @@ def test_secrets_are_not_printed(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for line, message in (
         (["run", "--config", '{"secret": "hunter2"', "x.py"], invalid),
         (["run", "--config", str(tmp_path / "options.json"), "x.py"], invalid),
+        (["run", "--config", '\'{"secret": "hunter2"}', "x.py"], "is needed: No such file or directory"),
         (["inspect", "x", "--storage-option", "hunter2"], "use KEY=VALUE"),
     ):
         assert main(line) == 2

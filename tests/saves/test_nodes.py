@@ -13,8 +13,9 @@ from unittest import mock
 
 import pytest
 
-from deepspeed_ucp.saves import budget
+from deepspeed_ucp.saves import budget, destinations
 from deepspeed_ucp.saves.memory import SavePart
+from deepspeed_ucp.saves.publishing import name_node_file
 from deepspeed_ucp.saves.writer import SaveWriter
 from tests.convert.conversions import read_bytes
 from tests.saves.saving import PATIENCE, TAG, Run, begin, fail_save, make_parts, strip, write_both, write_pending
@@ -84,6 +85,14 @@ def test_a_node_without_files_waits_for_the_first_node(nodes: list[Run], tmp_pat
     write_both(nodes)
     assert nodes[0].is_whole() and budget.is_safe(saves[1])
     assert strip(read_bytes(Path(nodes[0].destination, TAG))) == read_bytes(tmp_path / "whole" / TAG)
+
+
+def test_a_node_without_files_may_write_before_all_others(nodes: list[Run], tmp_path: Path) -> None:
+    (save,) = nodes[1].job.list_saves()
+    for path in Path(save.folder, TAG).iterdir():
+        path.unlink()
+    assert destinations._put_part(save, str(tmp_path / "new")) == []
+    assert os.listdir(tmp_path / "new") == [name_node_file(save, 1)]
 
 
 def test_only_the_first_node_removes_saves(nodes: list[Run]) -> None:
