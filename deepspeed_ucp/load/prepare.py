@@ -225,7 +225,7 @@ def make_fill_plan(optimizer: OptimizerMatch, view: EngineView, settled: Settled
 def make_buffers(
     wants: Wants, view: EngineView, states: Sequence[States], filled: Container[str], target: Target
 ) -> list[Buffer]:
-    """Return the memory of each wanted buffer: live tensors, those of states, and new ones for replicas.
+    """Return each wanted buffer's memory: live tensors, states, new ones for replicas.
 
     Args:
         filled: parameters that will be filled.

@@ -86,7 +86,7 @@ class EngineBuffer:
         return self.swap is not None and state not in self.live
 
     def is_live(self, state: str) -> bool:
-        """Return True if the memory to fill for the partition or a state is part of the engine."""
+        """Return True if the memory to fill for masters or a state is the engine's."""
         return (state in (MASTER, MODULE) or state in self.live) and not self.is_in_file(state)
 
     def find_shape(self, state: str) -> Shape:
@@ -136,7 +136,7 @@ class EngineView:
     unsharded: Set[str] = frozenset()
 
     def find_buffer(self, state: str, number: int) -> EngineBuffer:
-        """Return the buffer with a number among those of a state: ``flats``, or ``extras`` for ``MODULE``."""
+        """Return a state's buffer by number, among ``flats`` or for MODULE ``extras``."""
         return (self.extras if state == MODULE else self.flats)[number]
 
     @property

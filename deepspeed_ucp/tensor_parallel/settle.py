@@ -84,7 +84,7 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class Unsettled:
-    """A parameter without a pattern: both sides' local shapes, rule sets' hints, and names of the sides."""
+    """A parameter without a pattern: both sides' local shapes and names, and hints."""
 
     name: str
     source: tuple[Shape, ...]
