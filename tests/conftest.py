@@ -47,6 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for platform in PLATFORMS:  # equal results inside a container or a job
         os.environ.pop(platform.variable, None)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # each core has a process already
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "1")  # else each process reads the metadata of all packages
     # Draw the same cases in every run, without a deadline; `make fuzz` and UCP_EXAMPLES draw new ones.
     fresh, slow = "UCP_EXAMPLES" in os.environ, [HealthCheck.too_slow]
     PRELOAD.extend(["tests.releases.settled", "tests.support.engines.driver"])
@@ -81,7 +82,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if item.get_closest_marker(EXHAUSTIVE)]
     if left_out and EXHAUSTIVE not in config.option.markexpr:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+        items[:] = [item for item in items if not item.get_closest_marker(EXHAUSTIVE)]
     for item in items:
         if reason := find_reason(item.nodeid):
             item.add_marker(pytest.mark.skip(reason=reason))
@@ -94,7 +95,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Exclude the collected tests and all modules from garbage collection, as they live to the end."""
-    gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
 

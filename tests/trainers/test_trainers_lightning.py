@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import chain, product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,21 +19,26 @@ from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.trainers.lightning import _is_positioned, convert_counts, load_checkpoint
 from tests.support.covering import params
 
-pytest.importorskip("lightning")
+if find_spec("lightning") is None:
+    pytest.skip("no lightning", allow_module_level=True)
 
 import trainers_common
-import trainers_lightning
 
 if TYPE_CHECKING:
-    from trainers_lightning import Trained
+    from trainers_lightning import Setting, Trained
 
 STEPS, CUT = 13, 4
 
 
-def set_up(stage: int, ranks: int, accumulation: int, elastic: bool = True) -> trainers_lightning.Setting:
+def training() -> Any:
+    """Import Lightning at its first use: it takes a second, and every worker collects this module."""
+    return importlib.import_module("trainers_lightning")
+
+
+def set_up(stage: int, ranks: int, accumulation: int, elastic: bool = True) -> Setting:
     """Settings for the same samples of a step in every world."""
-    micro = trainers_lightning.TOTAL // ranks // accumulation
-    return trainers_lightning.Setting(stage, micro, accumulation, elastic)
+    micro = training().TOTAL // ranks // accumulation
+    return training().Setting(stage, micro, accumulation, elastic)
 
 
 def join(ranks: list[Trained]) -> dict[int, tuple[list[int], float, int]]:
@@ -121,22 +128,22 @@ def test_runs_go_on_in_other_worlds(tmp_path: Path, ucp_worlds: WorldPool) -> No
     one, two = ucp_worlds.get(1), ucp_worlds.get(2)
     source = set_up(1, 2, 1)
     folder = str(tmp_path / "a")
-    whole = two.run(trainers_lightning.train, source, STEPS)
-    begun = two.run(trainers_lightning.train, source, STEPS, save=(CUT, folder))
-    shrunk = one.run(trainers_lightning.train, set_up(3, 1, 2), STEPS, load=folder)
+    whole = two.run(training().train, source, STEPS)
+    begun = two.run(training().train, source, STEPS, save=(CUT, folder))
+    shrunk = one.run(training().train, set_up(3, 1, 2), STEPS, load=folder)
     check(whole, begun, shrunk)
-    same = two.run(trainers_lightning.train, set_up(1, 2, 1), STEPS, load=folder)
+    same = two.run(training().train, set_up(1, 2, 1), STEPS, load=folder)
     check(whole, begun, same)
     assert [rank.drawn[CUT + 1] for rank in same] == [rank.drawn[CUT + 1] for rank in whole]
-    other = one.run(trainers_lightning.train, set_up(3, 1, 2), STEPS, save=(7, str(tmp_path / "b")), load=folder)
-    grown = two.run(trainers_lightning.train, set_up(2, 2, 4), STEPS, load=str(tmp_path / "b"))
+    other = one.run(training().train, set_up(3, 1, 2), STEPS, save=(7, str(tmp_path / "b")), load=folder)
+    grown = two.run(training().train, set_up(2, 2, 4), STEPS, load=str(tmp_path / "b"))
     assert join(begun) | join(other) | join(grown) == join(whole)
     assert average(begun) + average(other) + average(grown) == pytest.approx(average(whole), rel=1e-5)
-    (wrong,) = one.run(trainers_lightning.train, set_up(1, 2, 1, elastic=False), STEPS, load=folder)
+    (wrong,) = one.run(training().train, set_up(1, 2, 1, elastic=False), STEPS, load=folder)
     assert "MismatchError" in wrong.error and "accumulate_grad_batches=2" in wrong.error
-    for rank in two.run(trainers_lightning.train, source, STEPS, load=folder, use_distributed_sampler=True):
+    for rank in two.run(training().train, source, STEPS, load=folder, use_distributed_sampler=True):
         assert "ConfigError" in rank.error and "use_distributed_sampler=False" in rank.error
-    (again,) = one.run(trainers_lightning.train, set_up(1, 1, 2, elastic=False), 5, load=folder)
+    (again,) = one.run(training().train, set_up(1, 1, 2, elastic=False), 5, load=folder)
     log = "\n".join(again.log)
     assert "it repeats the epoch's first batches, and skips its last 8" in log
     assert "an epoch has 13 batches, no multiple of accumulate_grad_batches=2" in log
@@ -147,21 +154,21 @@ def test_a_scheduler_that_holds_param_groups_goes_on(stage: int, tmp_path: Path,
     """In the same topology, DeepSpeed's load would give the optimizer new groups."""
     world, folder = ucp_worlds.get(1), str(tmp_path / "a")
     source = replace(set_up(2, 1, 1), betas=True)
-    whole = world.run(trainers_lightning.train, source, STEPS)
-    begun = world.run(trainers_lightning.train, source, STEPS, save=(CUT, folder))
-    check(whole, begun, world.run(trainers_lightning.train, replace(source, stage=stage), STEPS, load=folder))
+    whole = world.run(training().train, source, STEPS)
+    begun = world.run(training().train, source, STEPS, save=(CUT, folder))
+    check(whole, begun, world.run(training().train, replace(source, stage=stage), STEPS, load=folder))
 
 
 def test_own_classes_and_frozen_layers(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """Classes of the script need `trust_pickle`, excluded layers `strict_loading = False`."""
     one, two, folder = ucp_worlds.get(1), ucp_worlds.get(2), str(tmp_path / "own")
     setting = replace(set_up(2, 2, 1), own=True, frozen=True)
-    begun = two.run(trainers_lightning.train, setting, 3, save=(2, folder))
+    begun = two.run(training().train, setting, 3, save=(2, folder))
     assert (Path(folder) / "latest").read_text() == "checkpoint"
     target = replace(set_up(1, 1, 1), own=True, frozen=True)
-    (refused,) = one.run(trainers_lightning.train, target, 3, load=folder)
+    (refused,) = one.run(training().train, target, 3, load=folder)
     assert "trainers_lightning.Own" in refused.error and "trust_pickle" in refused.error
-    (resumed,) = one.run(trainers_lightning.train, target, 3, load=folder, default_on={"trust_pickle": True})
+    (resumed,) = one.run(training().train, target, 3, load=folder, default_on={"trust_pickle": True})
     assert (resumed.error, resumed.loaded, list(resumed.samples)) == ("", "Own", [3])
     assert not (set(begun[0].samples[1]) & set(resumed.samples[3]))
 
@@ -169,23 +176,23 @@ def test_own_classes_and_frozen_layers(tmp_path: Path, ucp_worlds: WorldPool) ->
 def test_the_last_whole_checkpoint_stays_while_newer_ones_are_written(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """Training does not wait; at the end all saves are written, and older ones removed."""
     folder, options = str(tmp_path / "out"), {"save": {"memory": str(tmp_path / "memory"), "wait_s": 240.0}}
-    (saves, error), _ = ucp_worlds.get(2).run(trainers_lightning.rotate, set_up(1, 2, 1), folder, options)
+    (saves, error), _ = ucp_worlds.get(2).run(training().rotate, set_up(1, 2, 1), folder, options)
     assert error == ""
     assert saves[4:7] == [{"step=2.ckpt": True}] * 3  # as steps 5, 6 and 7 begin
     assert saves[-1] == {"step=8.ckpt": True}
     resumed = ucp_worlds.get(1).run(
-        trainers_lightning.train, set_up(2, 1, 1), 9, load=f"{folder}/step=8.ckpt", default_on=options
+        training().train, set_up(2, 1, 1), 9, load=f"{folder}/step=8.ckpt", default_on=options
     )
     assert [list(rank.samples) for rank in resumed] == [[9]] and resumed[0].error == ""
 
 
 def test_fabric(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    one, two, train = ucp_worlds.get(1), ucp_worlds.get(2), trainers_lightning.train_with_fabric
+    one, two, train = ucp_worlds.get(1), ucp_worlds.get(2), training().train_with_fabric
     (whole,) = one.run(train, 2, 8, 6, str(tmp_path / "whole"), load=False)
     begun = two.run(train, 1, 4, 3, str(tmp_path / "cut"), load=False)
     (resumed,) = one.run(train, 3, 8, 6, str(tmp_path / "cut"), load=True)
     assert [sum(pair) / 2 for pair in zip(*begun, strict=True)] + resumed == pytest.approx(whole, rel=1e-5)
-    for error in two.run(trainers_common.attempt, trainers_lightning.split_with_fabric):
+    for error in two.run(trainers_common.attempt, training().split_with_fabric):
         assert error.startswith("ConfigError") and "setup_dataloaders use_distributed_sampler=False" in error
 
 
@@ -197,6 +204,6 @@ def test_every_stage_into_every_other(
 ) -> None:
     first, second = (ucp_worlds.get(count) for count in ranks)
     source, target = (set_up(stage, count, 2) for stage, count in zip(stages, ranks, strict=True))
-    whole = first.run(trainers_lightning.train, source, STEPS)
-    begun = first.run(trainers_lightning.train, source, STEPS, save=(CUT, str(tmp_path)))
-    check(whole, begun, second.run(trainers_lightning.train, target, STEPS, load=str(tmp_path)))
+    whole = first.run(training().train, source, STEPS)
+    begun = first.run(training().train, source, STEPS, save=(CUT, str(tmp_path)))
+    check(whole, begun, second.run(training().train, target, STEPS, load=str(tmp_path)))
