@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, overload
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 STAGING = -1
 """Number of the staging buffer of a rank that reads bytes for others, both as a destination and as a record.
@@ -44,16 +45,20 @@ class Record(NamedTuple):
     crc: int | None
 
 
-class Records(Sequence[Record]):
+_column = partial(array, "q")
+
+
+@dataclass(slots=True)
+class Records:
     """Numbered records, and their files, as columns of 64-bit integers.
 
     There may be a million. A missing CRC32 is -1.
     """
 
-    __slots__ = ("crcs", "files", "nbytes", "offsets")
-
-    def __init__(self) -> None:
-        self.files, self.offsets, self.nbytes, self.crcs = array("q"), array("q"), array("q"), array("q")
+    files: array[int] = field(default_factory=_column)
+    offsets: array[int] = field(default_factory=_column)
+    nbytes: array[int] = field(default_factory=_column)
+    crcs: array[int] = field(default_factory=_column)
 
     @classmethod
     def of(cls, rows: Iterable[tuple[int, int, int, int | None]]) -> Records:
@@ -80,20 +85,12 @@ class Records(Sequence[Record]):
     def __len__(self) -> int:
         return len(self.files)
 
-    @overload
-    def __getitem__(self, at: int) -> Record: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[Record]: ...
-    def __getitem__(self, at: int | slice) -> Record | list[Record]:
-        if isinstance(at, slice):
-            return [self[number] for number in range(len(self))[at]]
-        crc = self.crcs[at]
-        return Record(self.offsets[at], self.nbytes[at], None if crc < 0 else crc)
+    def __iter__(self) -> Iterator[Record]:
+        return map(self.__getitem__, range(len(self)))
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Records) and self.files == other.files and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
+    def __getitem__(self, number: int) -> Record:
+        crc = self.crcs[number]
+        return Record(self.offsets[number], self.nbytes[number], None if crc < 0 else crc)
 
 
 class CopyItem(NamedTuple):
