@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .comm import connect
+from .comm import Comm, connect
 from .errors import CheckpointError, ConfigError, shorten
 
 if TYPE_CHECKING:  # it brings pydantic, which commands start without
@@ -29,10 +29,12 @@ class Carried:
     Attributes:
         save: returns plain data. Called on every rank that carries the state; may be collective only if all ranks do.
         load: takes that data, without collectives. Called on the ranks that carry the state and have it saved.
+        note_step: called after each optimizer step, without collectives.
     """
 
     save: Callable[[], Any]
     load: Callable[[Any], None]
+    note_step: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +123,26 @@ def carry(engine: Any, name: str, carried: Carried) -> Carried | None:
 
 
 def collect(engine: Any, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Add the states that the engine carries to a client state (collective)."""
-    if KEY in (client_state or {}):
-        raise ConfigError(f'client_state: the key "{KEY}" is reserved for the plugin. Use another name.')
+    """Add the states that the engine carries to a client state (collective).
+
+    Raises:
+        ConfigError: the client state has the plugin's key, on one rank or several; raised on all ranks.
+    """
+
+    def check() -> None:
+        if KEY in (client_state or {}):
+            raise ConfigError(f'client_state: the key "{KEY}" is reserved for the plugin. Use another name.')
+
+    (connect() if get_config(engine) is not None else Comm()).run(check)  # DeepSpeed's own saves stay as they are
     saved = {name: part.save() for name, part in find_state(engine).carried.items()}
     return {**(client_state or {}), **({KEY: saved} if saved else {})}
+
+
+def note_step(engine: Any) -> None:
+    """Notify the carried states of an optimizer step."""
+    for part in find_state(engine).carried.values():
+        if part.note_step is not None:
+            part.note_step()
 
 
 def hand_out(engine: Any, client_state: dict[str, Any] | None, *, wanted: bool = True, together: bool = True) -> None:

@@ -170,7 +170,7 @@ def save_if_signaled(engine: Any) -> None:
     if comm.rank == 0:
         names = ", ".join(signal.Signals(number).name for number in received)
         logger.warning("%s: saving to %s at step %d", names, preemption.save_dir, engine.global_steps)
-    client_state = dict(preemption.client_state()) if preemption.client_state else {}
+    client_state = connect().run(lambda: dict(preemption.client_state()) if preemption.client_state else {})
     engine.save_checkpoint(preemption.save_dir, client_state=client_state)
     finish_save(engine)
     finish_saves(engine)

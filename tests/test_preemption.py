@@ -21,6 +21,10 @@ import psutil
 import pytest
 
 from deepspeed_ucp import children, preemption
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.engine_state import Preemption, find_state
+from deepspeed_ucp.errors import UcpError
+from tests.support.ranks import run_ranks
 from tests.support.until import wait_until
 
 
@@ -61,6 +65,22 @@ def test_a_repeated_signal_counts_once(engine: Engine) -> None:
     with pytest.raises(SystemExit) as end:
         preemption.save_if_signaled(engine)
     assert end.value.code == 0 and len(engine.saves) == 3
+
+
+def test_a_client_state_that_fails_on_one_rank_is_an_error_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = threading.local()
+    monkeypatch.setattr(preemption, "connect", lambda **_: here.comm)
+    monkeypatch.setitem(preemption._arrived, signal.SIGUSR1, True)
+
+    def work(number: int, comm: Comm) -> None:
+        here.comm, engine = comm, Engine(saves=[])
+        client_state = [].pop if number else dict[str, Any]
+        find_state(engine).preemption = Preemption("folder", {signal.SIGUSR1: None}, client_state)
+        with pytest.raises(UcpError, match="rank 1.*pop from empty list"):
+            preemption.save_if_signaled(engine)
+        assert not engine.saves
+
+    run_ranks(2, work)
 
 
 def test_a_save_by_deepspeeds_decoupled_writer_is_committed_before_exit(engine: Engine) -> None:
@@ -208,6 +228,10 @@ CONTAINER = """
 import time
 from types import SimpleNamespace
 from deepspeed_ucp import children, preemption
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.engine_state import Preemption, find_state
+from deepspeed_ucp.errors import UcpError
+from tests.support.ranks import run_ranks
 from tests.support.until import wait_until
 engine = SimpleNamespace(global_steps=2, save_checkpoint=lambda *_, **__: print("saved", flush=True))
 preemption.follow(engine, "folder")
