@@ -12,11 +12,13 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from multiprocessing.context import get_spawning_popen
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch.utils.data import BatchSampler, IterableDataset, Sampler, get_worker_info
 from torch.utils.data._utils.fetch import _IterableDatasetFetcher
 
@@ -127,6 +129,7 @@ class Order(ABC):
         self._start, self._offset = 0, 0
         self._engine: Any = None
         self._counted = False  # an engine counts the samples, also in a copy without the engine
+        self._board: torch.Tensor | None = None  # shared with worker processes: seed and consumed samples
         if self.steps_per_epoch < 1:
             raise ConfigError(
                 f"{size} samples are fewer than the {total_batch} of one step: use more data or a smaller total batch."
@@ -191,13 +194,19 @@ class Order(ABC):
             )
         self._offset = _count_samples(engine) - self.consumed
         self._engine, self._counted = engine, True
-        former = carry(engine, name, Carried(self.get_state, self.set_state))
+        self._publish()
+        former = carry(engine, name, Carried(self.get_state, self.set_state, self._publish))
         if former is not None and former.load != self.set_state:
             logger.warning(
                 'this engine saved another order as "%s", which is not saved any more. Give each order a name: '
                 "follow(engine, name=…).",
                 name,
             )
+
+    def _publish(self) -> None:
+        """Write the position where persistent workers, which have copies of the order, can read it."""
+        if self._board is not None:
+            self._board[:] = torch.tensor([self.seed & 0xFFFFFFFF, self.consumed])
 
     def get_state(self) -> dict[str, Any]:
         """Return the position and the order as plain values, equal on all ranks."""
@@ -236,6 +245,7 @@ class Order(ABC):
         self.seed = seed
         if self._engine is not None:
             self._offset = _count_samples(self._engine) - self._start
+        self._publish()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position for a ``StatefulDataLoader`` of torchdata, in whole steps.
@@ -274,8 +284,9 @@ class Order(ABC):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the engine, for worker processes."""
-        return {**self.__dict__, "_start": self.consumed, "_engine": None, "_offset": 0}
+        """Leave out the engine, for worker processes, and in other copies the memory that is shared with these."""
+        board = self._board if get_spawning_popen() is not None else None
+        return {**self.__dict__, "_start": self.consumed, "_engine": None, "_offset": 0, "_board": board}
 
     def __len__(self) -> int:
         """Number of this rank's samples in an epoch."""
@@ -417,7 +428,8 @@ class ElasticStream(Order, IterableDataset[Sample], Generic[Sample]):
             )
         super().__init__(int(sum(sizes)), total_batch, rank=rank, world=world, shuffle=shuffle, seed=seed)
         self.shards, self.sizes, self.read = list(shards), np.asarray(sizes, np.int64), read
-        self.batch_size, self._is_unfinished = batch_size, False
+        self.batch_size = batch_size
+        self._is_unfinished: bool | None = None  # None before the first iteration of a worker process
 
     @property
     def steps_per_epoch(self) -> int:
@@ -430,6 +442,10 @@ class ElasticStream(Order, IterableDataset[Sample], Generic[Sample]):
             "shards": _digest(_rank(self.shards)),
         }
 
+    def follow(self, engine: Any, *, name: str = "data") -> None:
+        self._board = torch.zeros(2, dtype=torch.int64).share_memory_()
+        super().follow(engine, name=name)
+
     def arrange(self, epoch: int) -> Callable[[int], Ids]:
         width = self.total_batch // self.lanes
         starts = np.arange(self.lanes, dtype=np.int64)[:, None] * (self.steps_per_epoch * width) + np.arange(width)
@@ -441,7 +457,7 @@ class ElasticStream(Order, IterableDataset[Sample], Generic[Sample]):
         batch_size = _find_batch_size(sys._getframe().f_back)
         self._compare_batch_size(batch_size)
         if worker is not None:
-            self._check_worker(workers, batch_size)
+            self._check_worker(at, workers, batch_size)
         readers: dict[int, _Reader[Sample]] = {}
         epoch, steps = self._walk()
         order = self._permute(len(self.shards), epoch)
@@ -456,9 +472,9 @@ class ElasticStream(Order, IterableDataset[Sample], Generic[Sample]):
                 if count // (self.batch_size or 1) % workers == at:
                     yield self._read_sample(readers, slot // width, shard, place)
                 count += 1
-        self._is_unfinished = False
+        self._is_unfinished = None if worker is None else False
 
-    def _check_worker(self, workers: int, batch_size: int | None) -> None:
+    def _check_worker(self, worker: int, workers: int, batch_size: int | None) -> None:
         """Refuse a worker whose samples would have a wrong order or position.
 
         Args:
@@ -471,12 +487,26 @@ class ElasticStream(Order, IterableDataset[Sample], Generic[Sample]):
                 f"a DataLoader's workers make batches of {pluralize(batch_size, 'sample')}, but ElasticStream has "
                 f"batch_size={self.batch_size}: the samples would not be in order. Pass the DataLoader's batch_size."
             )
-        if self._counted and self._is_unfinished:
+        has_ended = self._is_unfinished is False and self._is_current(worker)
+        if self._counted and self._is_unfinished is not None and not has_ended:
             raise ConfigError(
-                "an iteration has ended within its epoch, so this worker does not know the position of the run. "
-                "Iterate to the end of the epoch, or make the DataLoader without persistent_workers."
+                "an iteration has ended within its epoch, or a load has changed the position, so this worker does not "
+                "know the position of the run. Iterate to the end of the epoch, or make the DataLoader without "
+                "persistent_workers."
             )
         self._is_unfinished = True
+
+    def _is_current(self, worker: int) -> bool:
+        """Return True if a worker's position is the run's: a persistent worker may have prefetched a whole epoch.
+
+        Worker 0 gives the first batch, so the run cannot have taken a step of this iteration before it is asked.
+        """
+        if self._board is None:
+            return True
+        seed, consumed = self._board.tolist()
+        here = max(self._start, self.consumed)
+        is_reached: bool = consumed == here if worker == 0 else consumed >= here
+        return is_reached and int(seed) == self.seed & 0xFFFFFFFF
 
     def _read_sample(self, readers: dict[int, _Reader[Sample]], lane: int, shard: int, place: int) -> Sample:
         current, position, samples = readers.get(lane, (-1, 0, iter(())))

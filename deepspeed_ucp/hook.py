@@ -18,7 +18,7 @@ from .comm import Comm, connect
 from .config import ENVIRONMENT, SECTION, UniversalConfig, choose_batch, parse_config, read_environment
 from .elastic_agent import end_with_agent
 from .engine.guard import guard_engine
-from .engine_state import collect, find_state, get_config, hand_out
+from .engine_state import collect, find_state, get_config, hand_out, note_step
 from .errors import CheckpointError, UcpError, clear_frames, describe_changes, pluralize
 from .io.store import set_storage_options
 from .load.resume import load_without_plugin, resume
@@ -175,6 +175,7 @@ def _take_model_step(original: Callable[..., Any], engine: Any, *args: Any, **kw
         if get_config(engine) is not None:
             finish_save(engine)  # a pipeline's step would change the tensors that are being written
         original(engine, *args, **kwargs)
+    note_step(engine)
     schedule = getattr(engine, "lr_scheduler", None)
     beacon.report_step(engine.global_steps, getattr(schedule, "total_num_steps", None))
     seal_late(engine)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from deepspeed_ucp import engine_state
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.data import ElasticSampler, ElasticStream, Order
-from deepspeed_ucp.engine_state import KEY, Carried, collect, hand_out
+from deepspeed_ucp.engine_state import KEY, Carried, collect, hand_out, note_step
 from deepspeed_ucp.errors import CheckpointError, ConfigError, MismatchError
 from tests.support.ranks import run_ranks
 
@@ -213,6 +213,7 @@ def test_a_streams_workers_supply_batches_in_turn(workers: int, persistent: bool
         expected = list(whole)
         assert torch.cat(list(loader)).tolist() == expected
         engine.global_samples += len(expected) * 2
+        note_step(engine)
         whole = copy.copy(whole)
 
 
@@ -228,6 +229,28 @@ def test_a_new_epoch_with_persistent_workers_requires_a_finished_one() -> None:
             continue
         with pytest.raises(ConfigError, match="an iteration has ended within its epoch.*without persistent_workers"):
             list(loader)
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("change", ["step", "load", "seed"])
+def test_persistent_workers_refuse_a_position_other_than_their_epochs_end(start: str, change: str) -> None:
+    """They may have prefetched an epoch of which the run trained a part, or the run may have loaded since."""
+    stream, engine = make_stream(0, 2, batch_size=2, sizes=(24,)), Engine(global_samples=0)
+    stream.follow(engine)
+    loader: DataLoader[int] = DataLoader(
+        stream, batch_size=2, num_workers=2, prefetch_factor=4, persistent_workers=True, multiprocessing_context=start
+    )
+    state = stream.get_state()
+    for count, _ in enumerate(loader, 1):
+        if count % 3 == 0:
+            engine.global_samples += BATCH
+            note_step(engine)
+        if count == 3 and change == "step":
+            break
+    if change != "step":
+        stream.set_state({**state, **({"consumed": BATCH} if change == "load" else {"seed": 4, "consumed": 2 * BATCH})})
+    with pytest.raises(ConfigError, match="a load has changed the position.*without persistent_workers"):
+        list(loader)
 
 
 def load_stateful(order: Order, **more: Any) -> Any:
@@ -372,8 +395,21 @@ def test_two_orders_of_an_engine_need_names(caplog: pytest.LogCaptureFixture) ->
     assert "is not saved any more" in caplog.text
 
 
-def test_the_plugins_key_in_the_client_state_is_reserved() -> None:
-    with pytest.raises(ConfigError, match='"deepspeed_ucp"'):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_plugins_key_in_one_ranks_client_state_is_refused_on_all(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = threading.local()
+    monkeypatch.setattr(engine_state, "connect", lambda: here.comm)
+    messages = []
+
+    def work(number: int, comm: Comm) -> None:
+        here.comm, engine = comm, Engine(global_samples=0, _config=SimpleNamespace(ucp_config=object()))
+        with pytest.raises(ConfigError, match='"deepspeed_ucp"') as caught:
+            collect(engine, {KEY: {"mine": 1}} if number == rank else {"mine": 1})
+        messages.append(str(caught.value))
+
+    run_ranks(2, work)
+    assert len(messages) == 2 and len(set(messages)) == 1
+    with pytest.raises(ConfigError, match='"deepspeed_ucp"'):  # as DeepSpeed alone saves
         collect(Engine(global_samples=0), {KEY: {"mine": 1}})
 
 
