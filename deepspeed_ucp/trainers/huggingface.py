@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from ..hook import read_options, show_decisions
 from ..model.index import ASKED, BATCH_SIZES, BEGUN, SavedJob, to_integer
 from ..saves.keeping import begin_save, can_guard, finish_folders, guard, remove_postponed, restore_times
 from ..saves.saver import finish_saves
+from ..torchsave.objects import PickledObject
 from ..uncaught import shorten_uncaught
 from .batches import LIVE, BatchSizes, complete_job, warn_order, warn_unknown_batch
 from .hffolders import RANDOM_FILES, choose_folder, find_job, read_arguments, read_random, read_trainer_state
@@ -196,11 +197,16 @@ def keep_total_batch(trainer: Any, folder: str, micro: int, config: UniversalCon
     args, comm = trainer.args, connect()
     by_trial: bool = args.auto_find_batch_size
     job = find_job(folder, config, comm, by_trial=by_trial)
-    live = BatchSizes(micro, args.gradient_accumulation_steps, _count_replicas(trainer))
-    fit, total = (micro, live.accumulation), job.total_batch or live.total
+    ranks, saved = _count_replicas(trainer), comm.once(lambda: bool(splits_batches(read_arguments(folder))))
+    width = ranks if splits_batches(vars(args)) else 1  # ranks that share a batch of the trainer
+    if saved:
+        job = _divide_batch(job)
+    live = BatchSizes(micro // width, args.gradient_accumulation_steps, ranks)
+    fit, total = (live.micro, live.accumulation), job.total_batch or live.total
     warn_unknown_batch(job, folder, total)
     if not live.is_kept(job, config):
-        fit = choose_batch(job, folder, live, None if by_trial else _read_explicit_total(args), by_trial=by_trial)
+        written = None if by_trial else _read_explicit_total(args)
+        fit = choose_batch(job, folder, live, written and written // width, width, by_trial=by_trial)
     elif total != live.total:
         if comm.rank == 0:
             logger.warning(
@@ -209,41 +215,59 @@ def keep_total_batch(trainer: Any, folder: str, micro: int, config: UniversalCon
                 "schedules that count steps change the rate per sample"
             )
         total = live.total
-    is_changed = fit != (micro, live.accumulation)
+    is_changed = fit != (live.micro, live.accumulation)
     if is_changed and by_trial and not hasattr(trainer, "_prepare_for_training"):
         text = (
             f"{folder}: transformers 4 makes gradients of another size with auto_find_batch_size and accumulation. "
-            f"Resume without it, with per_device_train_batch_size={fit[0]}, or with transformers 5."
+            f"Resume without it, with per_device_train_batch_size={fit[0] * width}, or with transformers 5."
         )
         raise comm.common(UnsupportedError(text))
     if is_changed or by_trial:
-        _set_batch(trainer, *fit, total, asked=micro * live.accumulation)
+        _set_batch(trainer, fit[0] * width, fit[1], total * width, asked=micro * live.accumulation)
     _record_begun(trainer, job, (live.ranks, fit[1]))
     if is_changed and comm.rank == 0:
-        old_new = ("per-device batch", micro, fit[0]), ("gradient accumulation", live.accumulation, fit[1])
+        old_new = ("per-device batch", micro, fit[0] * width), ("gradient accumulation", live.accumulation, fit[1])
         kept = f"{folder}: total batch {total} kept on {pluralize(live.ranks, 'rank')}"
         logger.warning(f"{kept}: {describe_changes(*old_new)}")
-    return fit[0]
+    return fit[0] * width
+
+
+def splits_batches(args: Mapping[str, Any]) -> bool:
+    """Return True if arguments of a trainer, live or saved, let the ranks share each batch (``split_batches``).
+
+    The trainer, the ds_config and DeepSpeed then still count each batch once per rank.
+    """
+    config = args.get("accelerator_config")
+    state = config.state if isinstance(config, PickledObject) else config
+    values = state if isinstance(state, Mapping) else getattr(state, "__dict__", {})
+    return bool(values.get("split_batches"))
+
+
+def _divide_batch(job: SavedJob) -> SavedJob:
+    """Return a job whose ranks shared each batch, with the samples that a rank and a step really had."""
+    sizes = ("total_batch", "micro", "asked")
+    return replace(job, **{name: size // job.replicas for name in sizes if (size := getattr(job, name))})
 
 
 def choose_batch(
-    job: SavedJob, folder: str, live: BatchSizes, written: int | None, *, by_trial: bool = False
+    job: SavedJob, folder: str, live: BatchSizes, written: int | None, width: int = 1, *, by_trial: bool = False
 ) -> tuple[int, int]:
     """Choose (per-device batch, accumulation) for a saved total batch.
 
     Args:
         written: explicit total batch of the user's ds_config.
+        width: ranks that share a batch of the trainer, which ds_config and arguments count once per rank.
         by_trial: the trainer has found the micro batch by trial (``auto_find_batch_size``).
 
     Raises:
         MismatchError: the ds_config has another total batch, the script has changed its batch sizes in an unchanged
             world, or the ranks cannot make the total batch.
     """
-    if written not in (None, job.total_batch):
-        live.refuse(folder, job, f'Write train_batch_size {job.total_batch} or "auto" into the ds_config')
+    if job.total_batch and written not in (None, job.total_batch):
+        live.refuse(folder, job, f'Write train_batch_size {job.total_batch * width} or "auto" into the ds_config')
     fit = live.fit(folder, job)
     if job.ranks == connect().size and job.asked != live.micro * live.accumulation and not by_trial:
-        advice = f"Set per_device_train_batch_size={fit[0]} and gradient_accumulation_steps={fit[1]}"
+        advice = f"Set per_device_train_batch_size={fit[0] * width} and gradient_accumulation_steps={fit[1]}"
         live.refuse(folder, job, advice)
     return fit
 

@@ -109,6 +109,35 @@ def test_one_rank_goes_on(
     assert rest[0].random[7] == whole[0].random[7] != whole[1].random[7]
 
 
+SPLIT = {"accelerator_config": {"split_batches": True}}
+
+
+def test_batches_that_ranks_share_keep_their_size(
+    saved: Saved, tmp_path: Path, ucp_worlds: WorldPool, subtests: pytest.Subtests
+) -> None:
+    """The trainer, the ds_config and DeepSpeed count such a batch once per rank."""
+    whole = train(ucp_worlds, 2, tmp_path, make_config(2), per_device_train_batch_size=8, **SAVES, **SPLIT)
+    agree(saved[1], whole, 1)
+    split = {"resume": str(tmp_path / "checkpoint-6")}
+    for ranks, options, sizes in (
+        (1, {**split, **SPLIT, "per_device_train_batch_size": 8}, (8, 1, 8)),
+        (1, {**split, "per_device_train_batch_size": 4}, (4, 2, 8)),
+        (2, make_resume(saved, **SPLIT, per_device_train_batch_size=8), (8, 1, 16)),
+        (2, {**split, "per_device_train_batch_size": 4}, (4, 1, 8)),
+    ):
+        with subtests.test(ranks=ranks, sizes=sizes):
+            rest = train(ucp_worlds, ranks, tmp_path / "rest", make_config(1), **options)
+            agree(whole, rest, 7)
+            assert rest[0].sizes == sizes
+    options = {**split, "per_device_train_batch_size": 8}
+    assert "Set per_device_train_batch_size=4 and" in attempt(ucp_worlds, 2, tmp_path, make_config(1), **options)[0]
+    options = make_resume(saved, **SPLIT, per_device_train_batch_size=4)
+    assert (
+        "Set per_device_train_batch_size=4 and gradient_accumulation_steps=2"
+        in (attempt(ucp_worlds, 2, tmp_path, make_config(1), **options)[0])
+    )
+
+
 @pytest.mark.parametrize("stage", params([2], [3], {2: "same", 3: "other"}.get))
 def test_a_scheduler_that_holds_param_groups_goes_on(stage: int, tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """In the same topology, DeepSpeed's load would give the optimizer new groups."""
