@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -115,6 +117,43 @@ def test_restoring_a_generator_continues_its_sequence(name: str) -> None:
     generator.seed(4)
     generator.write(*state)
     assert [draw(0, 1) if name == "python" else draw() for _ in range(700)] == first
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> torch.Generator:
+    """A CPU generator as that of a GPU, behind the functions of `torch.cuda` and DeepSpeed's accelerator."""
+    generator = torch.Generator()
+    monkeypatch.setattr(torch.cuda.random, "_lazy_init", lambda: None)
+    monkeypatch.setattr(torch.cuda.random, "_lazy_call", lambda call, **_: call())
+    monkeypatch.setattr(torch.cuda.random, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
+    monkeypatch.setattr(rng, "get_accelerator", CUDA_Accelerator)
+    monkeypatch.setattr(get_cuda_rng_tracker(), "states_", {"mp": torch.Generator().manual_seed(9).get_state()})
+    return generator
+
+
+def test_a_gpus_generators_go_on(cuda: torch.Generator) -> None:
+    """Also that of a tracker; a rank that the saved run had not gets a new state, and another tracker."""
+    saver, states = make_engine(None), get_cuda_rng_tracker().states_
+    rng.follow(saver)
+    cuda.manual_seed(3)
+    torch.rand(5, generator=cuda)
+    client, before, tracked = collect(saver, {}), cuda.get_state(), states["mp"].clone()
+    assert {"accelerator", "tracker:mp"} <= client[KEY]["random_states"]["states"].keys()
+    expected = torch.rand(700, generator=cuda)
+    cuda.manual_seed(4)
+    states["mp"] = cuda.get_state()
+    loader = make_engine(None)
+    rng.follow(loader)
+    hand_out(loader, copy.deepcopy(client))
+    assert cuda.get_state().equal(before) and states["mp"].equal(tracked)
+    assert torch.rand(700, generator=cuda).equal(expected)
+    place, known = Place(1, 2, 0, 1, 0, 1), rng.list_generators()
+    saved = {**client[KEY]["random_states"], "axes": dict.fromkeys(known, (1,))}
+    assert {"accelerator", "tracker:mp"} <= set(rng.restore_generators(saved, place, known))
+    seeds = [rng.find_state(saved, name, place) for name in ("accelerator", "tracker:mp")]
+    for seed, state in zip(seeds, (cuda.get_state(), states["mp"]), strict=True):
+        assert isinstance(seed, int) and state.equal(torch.Generator().manual_seed(seed).get_state())
 
 
 @pytest.mark.parametrize("position", [-1, 625, 2**31 - 1])
