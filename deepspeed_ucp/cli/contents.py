@@ -144,7 +144,7 @@ def _describe_parameter(
 
 def _knows_frozen(index: AtomicIndex) -> bool:
     """Return whether the files tell frozen parameters from trained ones and buffers."""
-    return not index.format and any(key.state != MODULE for key in index.atoms)
+    return not index.foreign and any(key.state != MODULE for key in index.atoms)
 
 
 def _sort_states(states: Mapping[str, Atom]) -> list[str]:

@@ -154,7 +154,7 @@ def _warn_losses(selection: Selection) -> None:
             shorten(parted),
         )
     if not any(key.state == MASTER for key in index.atoms) and index.topology.precision != "float32":
-        is_unnamed = not (index.stateless or index.format)
+        is_unnamed = not (index.stateless or index.foreign)
         names = "; if the optimizer was given model.parameters() at stage 0, --groups module names its fp32 weights"
         logger.warning(
             "this checkpoint has no fp32 weights%s, so the model's own %s are written%s",

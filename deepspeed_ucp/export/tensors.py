@@ -212,9 +212,9 @@ def _find_frozen(index: AtomicIndex) -> set[str]:
     atoms = index.atoms
     trained = atoms.list_names((MASTER, COPY))
     untrained = atoms.list_names((MODULE,)) - trained - index.buffers
-    if index.format and untrained:
+    if index.foreign and untrained:
         raise ConfigError(
-            f"{index.state_file}: {index.format} does not record which tensors are frozen parameters. Export all.",
+            f"{index.state_file}: {index.foreign} does not record which tensors are frozen parameters. Export all.",
         )
     if not trained:
         raise ConfigError(

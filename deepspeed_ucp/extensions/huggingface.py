@@ -39,7 +39,7 @@ class HuggingFace(Extension):
         reading = read_into(saved, module, {*view.shapes, *view.aliases}, adaptation.ruled)
         adaptation.index = reading.carry_out(saved)
         adaptation.view = replace(view, declared_new=reading.declared_new)
-        adaptation.notes += describe_config(saved, read_config(module) if saved.format else {})
+        adaptation.notes += describe_config(saved, read_config(module) if saved.foreign else {})
         if reading.declared_new:
             adaptation.notes.append(_ADAPTER.format(shorten(sorted(reading.declared_new), 2)))
         if adaptation.log and (text := reading.describe()):

@@ -165,7 +165,7 @@ def _prepare(
         fill_plan = prepare(context, index, target, with_states=with_states)
     objections.settle()
     context.warn_all(index.state_file, lambda: describe_hyper(context, target, fill_plan.index, fill_plan.match))
-    if index.format and with_states and (clip := context.engine.gradient_clipping()):
+    if index.foreign and with_states and (clip := context.engine.gradient_clipping()):
         context.warn(
             "%s: does not record its run's gradient clipping; this engine clips gradients at norm %s "
             "(gradient_clipping: 1.0 by default, 0 switches it off)",
@@ -241,12 +241,12 @@ def _read_saved(context: LoadContext, index: AtomicIndex, target: Target) -> dic
     At the saved tensor- and pipeline-parallel degrees each rank reads the file of its place (Megatron's random states),
     else all take the content of the first rank's. A foreign checkpoint has counters alone.
     """
-    comm = context.comm
-    if index.format:
-        if "global_steps" in index.counters or context.load_module_only:
-            return dict(index.counters)
+    comm, added = context.comm, dict[str, Any]()
+    if index.foreign and "global_steps" not in index.counters and not context.load_module_only:
         context.warn("%s: records no number of steps: global_steps begin at 0", index.state_file)
-        return {"global_steps": 0, **index.counters}
+        added["global_steps"] = 0
+    if index.format:
+        return {**added, **index.counters}
 
     if context.config.verify == "crc":
         verify_records(index, index.client_records, comm)
@@ -271,7 +271,7 @@ def _read_saved(context: LoadContext, index: AtomicIndex, target: Target) -> dic
         others = comm.ask(questions, lambda number: read(paths[number]))
 
     def take() -> dict[str, Any]:
-        content = saved if own_file is None else others.pop() if others else read(own_file)
+        content = added | (saved if own_file is None else others.pop() if others else read(own_file))
         if "global_steps" not in content and not context.load_module_only:
             raise UnsupportedError(
                 "has no global_steps; it was not saved by engine.save_checkpoint. For "

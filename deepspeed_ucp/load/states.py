@@ -199,7 +199,7 @@ class OptimizerMatch:
     def list_notes(self) -> list[str]:
         """Describe states that start from zero, and steps that depend on the cut."""
         index, target, notes = self.index, self.target, list[str]()
-        has_trained = bool(index.groups) and bool(index.format or index.counters.get("global_steps"))
+        has_trained = bool(index.groups) and bool(index.foreign or index.counters.get("global_steps"))
         kind = type(target.optimizer).__name__
         if new := dict.fromkeys(name for flat in target.flats for name in self._list_new(flat)):
             notes.append(_NEW.format(shorten(new)))

@@ -162,6 +162,8 @@ class AtomicIndex:
         degrees: tensor- and pipeline-parallel degrees of the ranks that wrote client states, if the topology has
             others (as that of an atomic checkpoint).
         format: name of a foreign format, which has no state file, scheduler or client state.
+        foreign: name of the foreign format that it has or was converted from: it distinguishes no buffers from frozen
+            parameters, and records no job.
         aliases: tied parameter name → name that holds the data.
         buffers: names of the module's persistent buffers.
         instances: name → number of pipeline stages that hold the parameter with own values, numbered in stage order.
@@ -201,6 +203,7 @@ class AtomicIndex:
     flats: dict[int, tuple[FlatBuffer, ...]] = field(default_factory=dict)
     degrees: tuple[int, int] | None = None
     format: str = ""
+    foreign: str = ""
     aliases: dict[str, str] = field(default_factory=dict)
     buffers: frozenset[str] = frozenset()
     instances: dict[str, int] = field(default_factory=dict)
@@ -254,9 +257,9 @@ class AtomicIndex:
     @property
     def job(self) -> SavedJob:
         """The job that ran the engine."""
-        return replace(SavedJob.read(self.counters), format=self.format)
+        return replace(SavedJob.read(self.counters), format=self.foreign)
 
     @property
     def is_weights_alone(self) -> bool:
-        """True for a foreign format without states: a load restores weights alone."""
-        return bool(self.format) and not (self.stateless or self.groups or self.scalars)
+        """True if it is or was foreign, without optimizer states: a load then restores weights alone."""
+        return bool(self.foreign) and not (self.stateless or self.groups or self.scalars)

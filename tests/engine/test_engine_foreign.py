@@ -27,15 +27,21 @@ STAGES = (0, 1, 2, 3)
 
 
 def test_an_optimizer_without_states_has_hyper_parameters(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """A plain SGD's groups are taken; a warning names an optimizer whose states start from zero."""
+    """A plain SGD's groups are taken; a warning names an optimizer whose states start from zero.
+
+    A conversion knows no more: neither steps nor gradient clipping.
+    """
     model, adam = fsdp_run.build()
     optimizer = torch.optim.SGD([{"params": group["params"]} for group in adam.param_groups], lr=0.25)
     fsdp_run.train(model, optimizer, range(1))
     weights, states = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optim": states}, checkpoint_id=tmp_path, no_dist=True)
-    ((state, heard),) = ucp_worlds.get(1).run(foreign_run.go_on, str(tmp_path), (1,))[0]
-    assert {held.hyper["lr"] for held in state.parameters.values()} == {0.25}
-    assert any("the saved optimizer kept no states" in line for line in heard)
+    dcp.save({"model": weights, "optim": states}, checkpoint_id=tmp_path / "it", no_dist=True)
+    assert main(["convert", str(tmp_path / "it"), str(tmp_path / "atomic")]) == 0
+    for folder in (tmp_path / "it", tmp_path / "atomic"):
+        ((state, heard),) = ucp_worlds.get(1).run(foreign_run.go_on, str(folder), (1,), clip=1.0)[0]
+        assert {held.hyper["lr"] for held in state.parameters.values()} == {0.25}
+        for words in ("the saved optimizer kept no states", "records no number of steps", "gradient clipping"):
+            assert any(words in line for line in heard)
     fsdp_run.train(model, adam, range(1))
     weights, states = get_state_dict(model, adam)
     del states["state"]["second.weight"]

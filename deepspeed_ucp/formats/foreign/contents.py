@@ -218,6 +218,7 @@ def make_index(contents: Contents, where: FileTable) -> AtomicIndex:
         groups=tuple(groups),
         scalar_dtypes=dict(contents.scalar_dtypes),
         format=contents.format,
+        foreign=contents.format,
         aliases=aliases,
         hints=dict(contents.hints),
         irregular=irregular,

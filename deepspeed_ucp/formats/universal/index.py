@@ -43,7 +43,7 @@ Number = StrictBool | StrictInt | StrictFloat | None
 
 _PLAIN = (
     *("scalar_dtypes", "counters", "scaler", "clip_grad", "optimizer", "optimizer_params"),
-    *("aliases", "instances", "hints", "fused", "dropped"),
+    *("aliases", "instances", "hints", "fused", "dropped", "foreign"),
 )
 """Fields of the index that are kept as they are."""
 
@@ -153,6 +153,7 @@ class Manifest:
     hints: dict[Text, Any]
     fused: dict[Text, Count]
     dropped: Text
+    foreign: Text
 
 
 _MANIFEST = TypeAdapter(Manifest)
