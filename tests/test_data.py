@@ -396,7 +396,9 @@ def test_two_orders_of_an_engine_need_names(caplog: pytest.LogCaptureFixture) ->
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_plugins_key_in_one_ranks_client_state_is_refused_on_all(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plugins_key_in_one_ranks_client_state_is_refused_on_all(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = threading.local()
     monkeypatch.setattr(engine_state, "connect", lambda: here.comm)
     messages = []

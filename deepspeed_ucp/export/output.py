@@ -148,7 +148,7 @@ def _warn_losses(selection: Selection) -> None:
         logger.warning("%s: %s", index.state_file, index.dropped)
     if extra := select_extra_states(read_state_tree(index)):
         logger.warning("%s: extra states of modules are not written: %s", index.state_file, shorten(extra))
-    if parted := find_diverged(index, sorted(index.instances), Comm()):
+    if parted := find_diverged(index, sorted(index.instances), index.instances, Comm()):
         logger.warning(
             "held by several pipeline stages with different values; the first stage's are written: %s",
             shorten(parted),

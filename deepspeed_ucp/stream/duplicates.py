@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -200,13 +200,17 @@ def _show(data: bytearray, dtype: str) -> float:
     return float(np.frombuffer(_cast(data, dtype, "float64"), np.float64)[0])
 
 
-def find_diverged(index: AtomicIndex, names: Sequence[str], comm: Comm) -> list[str]:
+def find_diverged(index: AtomicIndex, names: Sequence[str], dropped: Container[str], comm: Comm) -> list[str]:
     """Return the parameters whose pipeline instances differ (collective).
 
-    Samples of the elements are compared. The result is equal on all ranks.
+    Args:
+        dropped: parameters with unused instances, which are compared completely; of the others samples are.
+
+    Returns:
+        The same on all ranks.
     """
-    diverged, name_of_pair, pairs = dict[str, None](), list[str](), list[Pair]()
-    for name in names if comm.rank == 0 else ():
+    diverged, every = dict[str, None](), list[tuple[str, Pair]]()
+    for name in names:
         instances = range(index.instances[name])
         states_of = ((index.find(name, state, at) for state in (MASTER, MODULE, COPY)) for at in instances)
         atoms = [atom for states in states_of if (atom := next(filter(None, states), None))]
@@ -215,19 +219,19 @@ def find_diverged(index: AtomicIndex, names: Sequence[str], comm: Comm) -> list[
                 diverged[name] = None
                 continue
             for rank, shard in enumerate(first.shards):
-                pairs += [
-                    (Want(first, low, high - low, shard=rank), Want(other, low, high - low, shard=rank))
-                    for low, high in _list_runs(shard.numel)
-                ]
-            name_of_pair += [name] * (len(pairs) - len(name_of_pair))
+                runs = [(0, shard.numel)] if name in dropped else _list_runs(shard.numel)
+                for low, high in runs:
+                    here, there = (Want(atom, low, high - low, shard=rank) for atom in (first, other))
+                    every += [(name, pair) for pair in cut_pair(here, there)]
+    mine = every[comm.rank :: comm.size]
 
     def judge(number: int, here: bytearray, there: bytearray) -> None:
         if here != there:
-            diverged[name_of_pair[number]] = None
+            diverged[mine[number][0]] = None
 
-    compare_pairs(index, pairs, judge, comm)
-    differing: list[str] = comm.broadcast([name for name in names if name in diverged])
-    return differing
+    compare_pairs(index, [pair for _, pair in mine], judge, comm)
+    found = {name for part in comm.gather([*diverged]) for name in part}
+    return [name for name in names if name in found]
 
 
 _Difference = tuple[AtomKey, float, int, int]
@@ -303,14 +307,15 @@ def check_instances(index: AtomicIndex, counts: Mapping[str, int], touched: Iter
     """
     loaded = {key.name for key in touched}
     names = [name for name in index.instances if name in loaded]
-    diverged = find_diverged(index, names, comm) if names else []
+    changed = {name for name in names if counts.get(name, 1) != index.instances[name]}
+    diverged = find_diverged(index, names, changed, comm) if names else []
     if untied := [name for name in diverged if "tied_modules." not in name]:  # equal on all ranks
         text = (
             f"{untied[0]} is held by {index.instances[untied[0]]} pipeline stages with different values; they "
             "must be equal. The folder mixes files of several saves."
         )
         raise comm.common(CheckpointError(text))
-    dropped = sorted(name for name in diverged if counts.get(name, 1) != index.instances[name])
+    dropped = sorted(changed.intersection(diverged))
     if dropped and comm.rank == 0:
         logger.warning(
             "%s: each pipeline stage with the tied module trained different values (DeepSpeed ties only "

@@ -511,17 +511,6 @@ def test_commands_accept_dcp_checkpoints(
     assert "torch.distributed.checkpoint" in line and line.split()[1] == "3"
 
 
-def test_a_conversion_distinguishes_no_buffers_either(trained: Any, tmp_path: Path, capsys: Any) -> None:
-    weights, optim = get_state_dict(*trained)
-    dcp.save({"model": {**weights, "mean": torch.ones(3)}, "optim": optim}, checkpoint_id=tmp_path / "it")
-    assert main(["convert", str(tmp_path / "it"), str(tmp_path / "atomic")]) == 0
-    for name in map(str, (tmp_path / "it", tmp_path / "atomic")):
-        assert main(["inspect", name, "--param", "mean"]) == 0
-        assert "frozen" not in capsys.readouterr().out
-        assert main(["export", name, str(tmp_path / "out"), "--exclude-frozen-parameters"]) == 2
-        assert "torch.distributed.checkpoint does not record which tensors are frozen" in capsys.readouterr().err
-
-
 def test_commands_report_weights_without_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "hf").mkdir()
     save_file({"a": torch.randn(3, 2)}, tmp_path / "hf" / "model.safetensors")

@@ -214,11 +214,12 @@ def test_each_stage_restores_its_copy_of_a_tied_weight(
         assert "first stage" in warned[0]
 
 
-def test_copies_of_both_pipeline_directions_must_be_equal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at", [0, 10], ids=["sampled", "not sampled"])
+def test_copies_of_both_pipeline_directions_must_be_equal(at: int, tmp_path: Path) -> None:
     source = draw_state(THREE, Topology(1, 1, pp=2, placement=bidirectional(6, 2)))
 
     def change(held: Mapping[int, Local]) -> None:
-        held[1].state.atoms["2.row"]["fp32"].view(-1)[0] += 1
+        held[1].state.atoms["2.row"]["fp32"].view(-1)[at] += 1
 
     text = r"2\.row is held by 2 pipeline stages with different values; they must be equal"
     wanted = expect(source, Topology(1, 2))
