@@ -13,13 +13,14 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils import fragment_address
 
 from ..comm import Comm
-from ..errors import MismatchError, pluralize
+from ..errors import MismatchError, pluralize, shorten
 from ..model.index import HELPERS, AtomicIndex
 from ..model.storage import strip_compiled
 from .base import Target
 from .coverage import find_data_sampler
 from .optimizer import restore_hyper
 from .references import keep_scheduler_references, replace_method
+from .rule import watch_schedule
 
 NOT_CLIENT = (
     "module",
@@ -59,8 +60,17 @@ def find_helpers(engine: Any) -> dict[str, Any]:
 
 
 def check_scheduler(engine: Any, saved: Mapping[str, Any]) -> None:
-    """Raise MismatchError if the saved scheduler has another number of param groups."""
-    state = saved.get("lr_scheduler")
+    """Raise MismatchError if the saved scheduler is of another kind, or has another number of param groups."""
+    state, scheduler = saved.get("lr_scheduler"), engine.lr_scheduler
+    live = scheduler.state_dict() if hasattr(scheduler, "state_dict") else None
+    if isinstance(state, Mapping) and isinstance(live, Mapping) and state and live and not state.keys() & live.keys():
+        sides = (shorten([key for key in side if not str(key).startswith("_")], 3) for side in (state, live))
+        kept, expected = sides
+        raise MismatchError(
+            f"The saved lr_scheduler is of another kind: it keeps {kept}, this run's {type(scheduler).__name__} keeps "
+            f"{expected}. Use the saved run's scheduler, or continue with this run's schedule by "
+            "load_lr_scheduler_states=False."
+        )
     old = state.get("base_lrs") if isinstance(state, Mapping) else None
     new = getattr(engine.lr_scheduler, "base_lrs", None)
     if isinstance(old, list) and isinstance(new, list) and len(old) != len(new):  # torch would mix up groups' rates
@@ -74,22 +84,24 @@ def restore_helpers(engine: Any, saved: Mapping[str, Any], *, with_scheduler: bo
     """Restore lr scheduler, random-ltd scheduler and data sampler.
 
     Returns:
-        Warnings if only one side has one of them. This is not an error: a trainer may step a scheduler that the engine
-        does not know, or the new run may have another one on purpose.
+        Warnings about replaced settings of a scheduler, and if only one side has one of them. The latter is no error: a
+        trainer may step a scheduler that the engine does not know, or the new run may have another one on purpose.
     """
     helpers = find_helpers(engine)
     if not with_scheduler:
         del helpers["lr_scheduler"]
     live = {key for key, helper in helpers.items() if helper is not None}
     kept = {key for key in helpers if saved.get(key) is not None}
+    warnings = list[str]()
     for key in (key for key in helpers if key in live & kept):
         if key == "data_sampler":
             _restore_sampler(helpers[key], saved[key])
         else:
+            describe = watch_schedule(helpers[key])
             with keep_scheduler_references(engine):
                 helpers[key].load_state_dict(saved[key])
+            warnings += filter(None, [describe()])
     new, unused = (", ".join(key for key in helpers if key in one) for one in (live - kept, kept - live))
-    warnings = []
     if new:
         warnings.append(
             f"only this engine has {new}: it restarts at step {saved['global_steps']} of the run. Use the saved run's "

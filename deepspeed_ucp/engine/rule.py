@@ -161,17 +161,50 @@ def watch_edits(engine: Any, *, with_scheduler: bool = True) -> Callable[[Fields
         A function that takes the loaded client state and describes replaced values, like :func:`list_edits`.
     """
     before = _copy_groups(engine)
+    describe_schedule = watch_schedule(engine.lr_scheduler if with_scheduler else None)
 
     def describe(client_state: Fields | None) -> str:
+        schedule = describe_schedule()
         if not before:
-            return ""
+            return schedule
         config = (client_state or {}).get("ds_config")
         configured = config.get("optimizer") if isinstance(config, dict) else None
         pairs = zip(before, _copy_groups(engine), strict=False)
         options = {"takes_saved": True, "with_scheduler": with_scheduler}
-        return list_edits(engine.basic_optimizer, pairs, engine.lr_scheduler, configured or {}, **options)
+        edits = list_edits(engine.basic_optimizer, pairs, engine.lr_scheduler, configured or {}, **options)
+        return " ".join(filter(None, (edits, schedule)))
 
     return describe
+
+
+def watch_schedule(scheduler: Any) -> Callable[[], str]:
+    """Record the settings of a scheduler, which a load may replace by the saved ones.
+
+    Returns:
+        A function that describes the replaced settings.
+    """
+    before = _read_settings(scheduler)
+
+    def describe() -> str:
+        after = _read_settings(scheduler)
+        edits = [
+            f"{key} {_show(after[key])} → {_show(value)}"
+            for key, value in before.items()
+            if key in after and _differ(after[key], value)
+        ]
+        advice = "the saved ones are taken. load_lr_scheduler_states=False keeps this run's schedule."
+        return f"settings of this run's lr_scheduler differ from the saved: {shorten(edits)}; {advice}" if edits else ""
+
+    return describe
+
+
+def _read_settings(scheduler: Any) -> Fields:
+    """Return the arguments of a scheduler's constructor that its state has, besides the position."""
+    if not hasattr(scheduler, "state_dict"):
+        return {}
+    state, names = scheduler.state_dict(), inspect.signature(type(scheduler)).parameters
+    given = {name: state[name] for name in names if name in state and name != "last_epoch"}
+    return {name: [*value.elements()] if isinstance(value, Counter) else value for name, value in given.items()}
 
 
 def _copy_groups(engine: Any) -> list[dict[str, Any]]:

@@ -8,7 +8,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import StepLR
+from deepspeed.runtime.lr_schedules import WarmupLR
+from torch.optim.lr_scheduler import MultiStepLR, StepLR
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.engine.finish import (
@@ -17,8 +18,10 @@ from deepspeed_ucp.engine.finish import (
     list_scaling_changes,
     refresh_after_own_load,
     restore_clip,
+    restore_helpers,
 )
 from deepspeed_ucp.engine.optimizer import probe_optimizer, restore_scalar
+from deepspeed_ucp.engine.rule import watch_edits
 from deepspeed_ucp.errors import MismatchError
 
 
@@ -71,6 +74,38 @@ def test_a_schedule_of_another_number_of_param_groups_is_refused(count: int) -> 
     )
     with pytest.raises(MismatchError, match=f"has 2 param groups, this run's has {count}.*load_lr_scheduler_states"):
         check_scheduler(SimpleNamespace(lr_scheduler=live), {"lr_scheduler": saved.state_dict()})
+
+
+def make_schedule(kind: Any, *settings: Any) -> Any:
+    return kind(torch.optim.SGD([torch.zeros(1)], lr=1.0), *settings)
+
+
+@pytest.mark.parametrize(("saved", "live"), [(WarmupLR, StepLR), (StepLR, WarmupLR)])
+def test_a_schedule_of_another_kind_is_refused(saved: Any, live: Any) -> None:
+    """Torch would add unknown attributes and begin the schedule again; DeepSpeed would fail in the middle."""
+    schedules = {kind: make_schedule(kind, *((2,) if kind is StepLR else ())) for kind in (saved, live)}
+    with pytest.raises(MismatchError, match=f"of another kind.*this run's {live.__name__}.*load_lr_scheduler_states"):
+        check_scheduler(SimpleNamespace(lr_scheduler=schedules[live]), {"lr_scheduler": schedules[saved].state_dict()})
+
+
+@pytest.mark.parametrize(
+    ("kind", "saved", "live", "text"),
+    [
+        (StepLR, (2, 0.5), (2, 0.25), "gamma 0.5 → 0.25"),
+        (StepLR, (2, 0.5), (2, 0.5), None),
+        (MultiStepLR, ([2, 4],), ([2, 5],), "milestones (2, 4) → (2, 5)"),
+        (WarmupLR, (0.0, 0.5), (0.0, 0.25), None),  # its state is a position alone
+    ],
+)
+def test_replaced_settings_of_a_schedule_are_a_warning(kind: Any, saved: Any, live: Any, text: str | None) -> None:
+    """DeepSpeed's own load replaces them too."""
+    state, schedule = make_schedule(kind, *saved).state_dict(), make_schedule(kind, *live)
+    engine = SimpleNamespace(lr_scheduler=schedule, optimizer=None, random_ltd_enabled=lambda: False)
+    engine.training_dataloader, engine.module = None, torch.nn.Linear(1, 1)
+    describe = watch_edits(engine)
+    found = restore_helpers(engine, {"lr_scheduler": state, "global_steps": 1}, with_scheduler=True)
+    assert [f"differ from the saved: {text}; the saved ones are taken" in line for line in found] == [True] * bool(text)
+    assert describe({}) == "".join(found)
 
 
 class Peak(torch.optim.SGD):
