@@ -13,7 +13,7 @@ from ..comm import Comm
 from ..engine.base import Target
 from ..engine.coverage import OWN_LOAD, UnknownLayoutError, describe_own_files
 from ..engine.engines import open_target
-from ..engine.finish import list_scaling_changes
+from ..engine.finish import check_scheduler, list_scaling_changes
 from ..engine.guard import check_states
 from ..engine.known import list_unknown
 from ..engine.parallel import live_universal_info
@@ -21,7 +21,7 @@ from ..errors import CheckpointError, MismatchError, UnsupportedError, shorten
 from ..extensions.registry import name_active
 from ..formats.deepspeed.files import PUBLISHED, holds_atoms, list_entries, resolve_published, scan_if_there
 from ..formats.deepspeed.naming import CHANGING, Naming
-from ..formats.deepspeed.ownfiles import compare_own_files, list_own_globals, read_own_hints
+from ..formats.deepspeed.ownfiles import compare_own_files, list_own_globals, read_own_hints, read_state_tree
 from ..formats.open import survey_checkpoint
 from ..io.memory import identify_host
 from ..io.paths import is_url
@@ -305,11 +305,18 @@ def _compare(
     if not reasons and context.config.fallback and context.config.verify == "crc":
         reasons = find_damage(index, comm, others=bool(also))
     if not reasons:
+        comm.once(lambda: _check_scheduler(context, index))
         if not context.config.trust_pickle:
             comm.run(lambda: check_trusted(index.globals))  # a rank may have imported the classes
         return f"same topology ({index.topology.describe()})", target, None
     texts = [f"{index.written} → {target.topology.describe()}", "; ".join(dict.fromkeys(list_undescribed(reasons)))]
     return ": ".join(filter(None, texts)), target, index
+
+
+def _check_scheduler(context: LoadContext, index: AtomicIndex) -> None:
+    """Raise MismatchError if DeepSpeed's load would fail at the scheduler, or begin its schedule again."""
+    if context.load_lr_scheduler_states and context.engine.lr_scheduler is not None:
+        check_scheduler(context.engine, read_state_tree(index))
 
 
 def find_damage(index: AtomicIndex, comm: Comm, *, others: bool) -> list[str]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.lr_schedules import WarmupLR
 
 import deepspeed_ucp
 from deepspeed_ucp.engine import engines
@@ -107,6 +108,14 @@ def test_a_scheduler_of_one_side_alone_in_the_same_topology(is_saved: bool, engi
     (outcome,) = engines.load(Case(1, 2), Load(str(saved.folder)), **{**SMALL, "scheduler": not is_saved})
     assert not outcome.errors and all(local.direct for local in outcome.ranks)
     assert outcome.list_messages("WARNING", f"only {'the checkpoint' if is_saved else 'this engine'} has lr_scheduler")
+
+
+@pytest.mark.parametrize(("saved", "live"), [(True, WarmupLR), (WarmupLR, True)], ids=["torch's", "DeepSpeed's"])
+def test_a_scheduler_of_another_kind_in_the_same_topology(saved: Any, live: Any, engines: Engines) -> None:
+    """DeepSpeed's load would fail in the middle, or begin the schedule again."""
+    run = engines.saved(Case(1, 2), **{**SMALL, "scheduler": saved})
+    (outcome,) = engines.load(Case(1, 2), Load(str(run.folder)), **{**SMALL, "scheduler": live})
+    outcome.check_refused("The saved lr_scheduler is of another kind")
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 3])

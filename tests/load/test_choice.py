@@ -169,7 +169,7 @@ def test_a_class_that_one_rank_has_not_imported_is_refused_on_all_ranks(
     }.items():  # fmt: skip
         monkeypatch.setattr(choice, name, lambda *_, result=result, **__: result)
     monkeypatch.setattr(choice, "check_trusted", check)
-    engine = SimpleNamespace(train_batch_size=lambda: 4)
+    engine = SimpleNamespace(train_batch_size=lambda: 4, lr_scheduler=None)
 
     def compare(_: int, comm: Comm) -> object:
         return choice._compare(make_job(engine, comm), str(path), (), target, Naming([], []), ())
