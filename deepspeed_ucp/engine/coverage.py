@@ -127,6 +127,19 @@ def list_unsaved(engine: Any) -> list[str]:
     return notes
 
 
+def list_pending(engine: Any) -> list[str]:
+    """Describe gradients of a begun step: no load clears them or restarts the count of micro batches."""
+    if getattr(engine, "_is_gradient_accumulation_boundary", None) is not None:  # the script or a trainer counts
+        return []
+    done = getattr(engine, "micro_steps", 0)
+    if not done or not done % (number := int(engine.gradient_accumulation_steps())):
+        return []
+    return [
+        f"this engine has taken {done % number} of the {number} micro batches of a step: their gradients are added to "
+        "the first step after the load. Load between two steps, or into a new engine."
+    ]
+
+
 def is_switched_off(engine: Any) -> bool:
     """Return True if the ds_config switches the plugin off explicitly."""
     section = engine._config._param_dict.get("checkpoint") or {}

@@ -13,7 +13,7 @@ from ..comm import connect, is_shared
 from ..config import UniversalConfig
 from ..convert import ConvertOptions, convert_index, default_destination
 from ..engine.base import Target
-from ..engine.coverage import describe_own_files, is_switched_off, list_unsaved, was_made_before_import
+from ..engine.coverage import describe_own_files, is_switched_off, list_pending, list_unsaved, was_made_before_import
 from ..engine.finish import begin_load_event, end_load_event, refresh_after_own_load, wait_behind_reads
 from ..engine.guard import block_engine, release
 from ..engine.references import keep_references
@@ -148,7 +148,7 @@ def _resume_tag(context: LoadContext, tag: str) -> Loaded:
         loader = "deepspeed_ucp" if report.direct else "DeepSpeed"
         extensions = f" (extensions: {', '.join(report.extensions)})" if report.extensions else ""
         logger.info("%s: %s loads it, %s%s", folder, loader, report.reason, extensions)
-        for text in list_unsaved(engine) if context.with_states else ():
+        for text in (*list_pending(engine), *(list_unsaved(engine) if context.with_states else ())):
             logger.warning("%s: %s", folder, text)
     if index is None or target is None:
         # DeepSpeed looks for `latest` and for the tag below its argument; another place or node may have `latest`.

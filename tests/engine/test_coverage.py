@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from deepspeed_ucp import rng
-from deepspeed_ucp.engine.coverage import UnknownLayoutError, check_engine, list_unsaved
+from deepspeed_ucp.engine.coverage import UnknownLayoutError, check_engine, list_pending, list_unsaved
 from deepspeed_ucp.engine.engines import open_target
 from deepspeed_ucp.errors import UnsupportedError
 from tests.support.curriculum import make_sampler
@@ -89,6 +90,15 @@ ONE_BIT = type("OnebitAdam", (), {})()
 )
 def test_unsaved_state_is_listed(engine: Any, listed: list[str]) -> None:
     assert [text.partition(":")[0] for text in list_unsaved(engine)] == listed
+
+
+@pytest.mark.parametrize(("done", "boundary", "listed"), [(4, None, []), (5, None, ["1 of the 2"]), (5, True, [])])
+def test_a_step_that_has_begun_is_listed(done: int, boundary: bool | None, listed: list[str]) -> None:
+    """DeepSpeed keeps its gradients through a load, and ends the step one micro batch later."""
+    engine = make_engine(micro_steps=done, gradient_accumulation_steps=lambda: 2)
+    engine._is_gradient_accumulation_boundary = boundary
+    assert [re.findall(r"\d of the \d", text) for text in list_pending(engine)] == [[each] for each in listed]
+    assert list_pending(make_engine()) == []
 
 
 def test_a_curriculum_sampler_is_listed_unless_it_is_followed(tmp_path: Path) -> None:
