@@ -192,6 +192,13 @@ def test_a_step_of_a_pipeline_waits_for_its_save() -> None:
     assert done == ["commit", "step", "step"]
 
 
+def test_carried_states_are_notified_after_each_step() -> None:
+    engine, noted = make_engine(), list[Any]()
+    carry(engine, "data", Carried(dict, noted.append, lambda: noted.append("carried")))
+    hook._take_model_step(lambda *_: noted.append("step"), engine)
+    assert noted == ["step", "carried"]
+
+
 class LateWriter:
     """A checkpoint engine of another library that writes the files of a save later."""
 
