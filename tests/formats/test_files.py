@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, OutOfReachError, UnsupportedError
 from deepspeed_ucp.formats import check_tag, find_tags, read_latest
 from deepspeed_ucp.formats.deepspeed.files import (
@@ -33,6 +34,7 @@ from deepspeed_ucp.formats.latest import (
     list_older,
     list_unsealed,
 )
+from deepspeed_ucp.formats.open import survey_checkpoint
 from deepspeed_ucp.io.staging import LATEST as UNIVERSAL
 from tests.formats.saves import STATES, check_refused, open_alone, shard
 from tests.support.damage import refuse_path
@@ -404,3 +406,15 @@ def test_missing_tensor_parallel_shards_do_not_look_like_sequence_parallel_names
     assert len(left) == len(files) - 2
     write_files(tmp_path, left)
     check_refused(tmp_path, r"zero_pp_rank_(0_mp_rank_01|1_mp_rank_00).* missing")
+
+
+@pytest.mark.parametrize("left", [3, 2])
+@pytest.mark.parametrize("topology", [Topology(1, 4, "bf16"), Topology(3, 4)], ids=lambda each: each.label)
+def test_missing_files_are_named_by_sequence_parallel_rank(tmp_path: Path, topology: Topology, left: int) -> None:
+    model = Model((Param("a", (3, 5)), Param("b", (7,))))
+    state = random_state(model, 0, precision=topology.precision)
+    files = name_by_sequence_rank(build_files(model, state, topology), 2)
+    missing = [name for name in files if (rank := re.search(r"pp_rank_(\d)", name)) and int(rank[1]) >= left]
+    write_files(tmp_path, {name: content for name, content in files.items() if name not in missing})
+    report = survey_checkpoint(str(tmp_path), Comm())
+    assert {finding.file for finding in report.findings if finding.kind == "missing"} == set(missing)

@@ -82,7 +82,7 @@ class Save:
         if sp == 1 or len(self.names["model"]) > 1 or len(by_rank) < len(optims):
             return
         ranks = [keys for keys in (by_rank.keys(), models.keys()) if keys]
-        if all(len(keys) % sp == 0 and keys == {(rank % sp, rank) for rank in range(len(keys))} for keys in ranks):
+        if all(keys == {(rank % sp, rank) for rank in range(len(keys))} for keys in ranks):
             self.sp = sp
             self.names["optim"] = {(prefix, 0, rank): name for (prefix, _, rank), name in optims.items()}
             self.names["model_zero3"] = {(0, rank): name for (_, rank), name in models.items()}
@@ -94,7 +94,12 @@ class Save:
 
     def name(self, role: str, *key: Any) -> str:
         """Return a file's name in the folder, or DeepSpeed's name for a missing file."""
-        return self.names[role].get(key) or ROLES[role].make_name(*key)
+        if key in self.names[role]:
+            return self.names[role][key]
+        if self.sp > 1 and role in ("optim", "model_zero3"):
+            *prefix, _, rank = key
+            key = (*prefix, rank % self.sp, rank)
+        return ROLES[role].make_name(*key)
 
     def path(self, file: FileHeader | str) -> str:
         """Return the full path of a file."""
