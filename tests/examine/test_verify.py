@@ -496,3 +496,23 @@ def test_an_atomic_checkpoint_passes_with_and_without_its_manifest(tmp_path: Pat
     flip_largest(atomic / WEIGHT.format("exp_avg"))
     os.truncate(atomic / WEIGHT.format("fp32"), 500)
     assert verify_folder(atomic) == [("crc", WEIGHT.format("exp_avg")), ("header", WEIGHT.format("fp32"))]
+
+
+@pytest.mark.parametrize(
+    ("damage", "options", "compared"),
+    [("", {}, 1), ("", {"headers_only": True}, 0), ("crc", {}, 0), ("latest", {}, 1)],
+    ids=["whole", "headers", "damaged", "warned"],
+)
+def test_masters_are_compared_with_copies_if_nothing_else_is_wrong(
+    damage: str, options: dict[str, bool], compared: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Damaged bytes would differ as well."""
+    path = write(tmp_path, Topology(1, 2))
+    if damage == "crc":
+        flip_largest(path / OPTIM.format(0))
+    elif damage:
+        (path.parent / "latest").write_text("global_step9")
+    calls: list[object] = []
+    monkeypatch.setattr("deepspeed_ucp.examine.verify.check_samples", lambda *args: calls.append(args))
+    found = verify_checkpoint(str(path), **options)
+    assert (len(calls), found.whole, bool(found.faults)) == (compared, damage != "crc", bool(damage))

@@ -225,3 +225,18 @@ def test_groups_by_name_of_a_pipeline_list_each_layer(tmp_path: Path) -> None:
         open_named(folder, "module")
     index = open_named(folder, [[param.name for param in model.params]])
     assert [set(group.names) for group in index.groups] == [{key.name for key in index.atoms if key.state == "fp32"}]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["same", "swapped"])
+def test_groups_whose_hyper_parameters_are_in_another_order_are_refused(order: Sequence[int], tmp_path: Path) -> None:
+    """Their sizes are equal, so that only the hyper-parameters show the order."""
+    model = Model((Param("a", (3,)), Param("b", (3,), group=1)))
+    state = random_state(model, 0)
+    groups = tuple({**group, "weight_decay": decay} for group, decay in zip(state.groups, (0.1, 0.0), strict=True))
+    write_files(tmp_path, build_files(model, replace(state, groups=groups), Topology(0)))
+    naming = Naming(model.live_groups, [groups[number] for number in order])
+    if order == (0, 1):
+        assert [group.names for group in open_checkpoint(str(tmp_path), Comm(), naming).groups] == [("a",), ("b",)]
+        return
+    with pytest.raises(MismatchError, match=r"hyper-parameters in another order \(.*weight_decay"):
+        open_checkpoint(str(tmp_path), Comm(), naming)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import re
 import zlib
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepspeed_ucp.io import scan
 from deepspeed_ucp.io.scan import ScanFile, scan_files
+from deepspeed_ucp.io.store import open_stored
 from tests.support.reshard import examples, temporary_folder
 
 DATA = bytes(index * 37 % 251 for index in range(50_000))
@@ -45,6 +49,23 @@ def test_a_file_that_cannot_be_read_is_noted(tmp_path: Path, name: str, text: st
     assert found.crcs == [None]
     assert len(found.errors) == 1
     assert re.match(text, found.errors[0][1])
+
+
+@pytest.mark.parametrize("size", [1, 4096, 4097, 12_288])
+def test_a_file_is_closed_after_its_last_piece(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").write_bytes(DATA[:size])
+    opened: list[mock.Mock] = []
+
+    def open_recorded(*args: Any, **options: Any) -> Any:
+        opened.append(mock.Mock(wraps=open_stored(*args, **options)))
+        return opened[-1]
+
+    monkeypatch.setattr(scan, "open_stored", open_recorded)
+    scan_files([ScanFile(str(tmp_path / "a"), size)] * 2, threads=1, window=4096)
+    assert len(opened) == 2
+    for stored in opened:
+        names = [name for name, *_ in stored.method_calls]
+        assert names.count("close") == 1 and names[-1] == "close" and len(names) > -(-size // 4096)
 
 
 def test_an_error_of_the_callback_ends_the_scan(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.model.index import AtomicIndex, GroupInfo
 from deepspeed_ucp.model.records import Records
 from deepspeed_ucp.model.storage import MASTER, Atom, Atoms, Fragment, Fragments, ParamKey
-from deepspeed_ucp.plan.derive import DerivedParam, Slice, derive, fuse, split
+from deepspeed_ucp.plan.derive import MOST_FUSED, DerivedParam, Slice, can_fuse, derive, fuse, split
 from tests.plan import planning
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -122,3 +122,20 @@ def test_halves_that_cannot_be_derived_are_refused(shapes: Shapes, made: str, di
     index, _ = make_index(shapes)
     with pytest.raises(MismatchError, match=words):
         derive(index, {f"{made}.{number}": DerivedParam((Slice("a", number, 2),), dims) for number in range(2)})
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts", "fits"),
+    [
+        ((MOST_FUSED, 2), MOST_FUSED, True),
+        ((MOST_FUSED + 1, 2), MOST_FUSED + 1, False),
+        *(((3, 2), parts, parts == 3) for parts in (-3, 0, 2, 3)),
+        *((shape, len(shape), False) for shape in ((), (1, 0))),
+    ],
+    ids=str,
+)
+def test_a_file_may_declare_as_many_atoms_as_the_tensor_has_rows(
+    shape: tuple[int, ...], parts: int, fits: bool
+) -> None:
+    """At most 16,384, so that a small file cannot make a large index."""
+    assert can_fuse(shape, parts) == fits

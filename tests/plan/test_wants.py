@@ -142,18 +142,22 @@ def test_a_state_in_two_dtypes_has_two_sinks() -> None:
     assert found.wants[2:] == [Want(A_MOMENT, 5, 1, 1, 0, None), Want(moment, 0, 3, 2, 1, None)]
 
 
-def test_new_rows_of_a_larger_vocabulary_are_zeroed() -> None:
-    """The whole shard is zeroed before the saved rows are read into it."""
-    atom = Atom.of("vocabulary", MASTER, [((4, 2), Fragments("float32", []))])
-    held = EngineBuffer(join_parameters(0, ("vocabulary",), ((6, 2),)), 0, 0, "float32")
-    saved, wanted = (Layout((rows, 2), (rows, 2), ((((0, rows),), ((0, 2),)),), ((rows, 2),)) for rows in (4, 6))
+@pytest.mark.parametrize(("before", "now", "blanks"), [(4, 6, [(0, 0, 12)]), (6, 4, [])])
+def test_new_rows_of_a_larger_vocabulary_are_zeroed(before: int, now: int, blanks: list[tuple[int, int, int]]) -> None:
+    """The whole shard is zeroed before the saved rows are read into it. A smaller vocabulary has no new rows."""
+    atom = Atom.of("vocabulary", MASTER, [((before, 2), Fragments("float32", []))])
+    held = EngineBuffer(join_parameters(0, ("vocabulary",), ((now, 2),)), 0, 0, "float32")
+    sides = (Layout((rows, 2), (rows, 2), ((((0, rows),), ((0, 2),)),), ((rows, 2),)) for rows in (before, now))
+    saved, wanted = sides
     layouts = {"vocabulary": (saved, wanted)}
     match = Match({"vocabulary": ParamKey("vocabulary")})
-    found = list_wants(planning.make_index([atom]), EngineView(flats=[held]), match, layouts, with_states=True)
-    assert found.blanks == [(0, 0, 12)]
-    assert found.resized == {"vocabulary": Resized(4, 6, 4, pads=True)}
+    resized = {"vocabulary": Resized(before, now, 4, pads=now > before)}
+    resizes = {} if now > before else resized  # padding needs no rule
+    index, view = planning.make_index([atom]), EngineView(flats=[held])
+    found = list_wants(index, view, match, layouts, with_states=True, resizes=resizes)
+    assert (found.blanks, found.resized) == (blanks, resized)
     (want,) = found.wants
-    assert (want.start, want.numel, want.destination, want.position) == (0, 12, 0, 0)
+    assert (want.start, want.numel, want.destination, want.position) == (0, 2 * now, 0, 0)
     assert want.view == View(saved, wanted, 0, (0,))
 
 

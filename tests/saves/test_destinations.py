@@ -17,7 +17,7 @@ from deepspeed_ucp.io.paths import UPLOAD
 from deepspeed_ucp.io.store import list_folder, list_tree, read_small, remove, write_small
 from deepspeed_ucp.saves import destinations
 from deepspeed_ucp.saves.launch import WriterPipe
-from deepspeed_ucp.saves.memory import Job, is_locked
+from deepspeed_ucp.saves.memory import Job, SavePart, is_locked
 from tests.convert.conversions import write_source
 from tests.saves.saving import CONFIG, SCRIPT, TAG, Run, call_before, is_whole, make_save
 from tests.stores.server import BUCKET, Server
@@ -224,3 +224,18 @@ def test_two_concurrent_jobs_write_the_same_tags(kind: str, tmp_path: Path, serv
     wait_until(lambda: not any(map(is_locked, jobs)))
     logs = [Path(job.folder, "log").read_text() for job in jobs]
     assert read_small(f"{destination}/latest") == b"step1" and is_whole(f"{destination}/step1"), logs
+
+
+def test_only_files_of_another_size_are_written_again(tmp_path: Path) -> None:
+    """A node whose process died has written a part of its files."""
+    source, folder = tmp_path / "memory" / "tag", tmp_path / "out"
+    source.mkdir(parents=True)
+    folder.mkdir()
+    for name in ("same", "short", "absent"):
+        (source / name).write_bytes(b"new!")
+    (folder / "same").write_bytes(b"old!")
+    (folder / "short").write_bytes(b"old")
+    save = SavePart("job", 1, str(folder), "tag", 1, True, 0, 1, {}, str(tmp_path / "memory"))
+    assert sorted(destinations._put_part(save, str(folder))) == ["absent", "same", "short"]
+    found = {name: (folder / name).read_bytes() for name in ("same", "short", "absent")}
+    assert found == {"same": b"old!", "short": b"new!", "absent": b"new!"}

@@ -200,3 +200,11 @@ def test_only_claimed_elements_are_copied(src: int, dst: int, runs: list[tuple[i
     found = copy_runs(source, src, target, dst, 0, (3, 5)[dst])
     assert [(run.src, run.dst, run.width) for run in found] == runs
     assert all(run.count == 1 for run in found)
+
+
+def test_views_whose_axes_all_differ_are_aligned() -> None:
+    """Both divide 24 elements: 4 x 6 and 8 x 3."""
+    source = Layout((24,), (4, 6), ((((0, 4),), ((0, 6),)),), ((24,),))
+    target = Layout((24,), (8, 3), ((((0, 4),), ((0, 3),)), (((4, 8),), ((0, 3),))), ((12,), (12,)))
+    assert copy_runs(source, 0, target, 0, 0, 12) == (Run(0, 0, 12),)
+    assert copy_runs(source, 0, target, 1, 0, 12) == (Run(12, 0, 12),)

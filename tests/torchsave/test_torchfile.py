@@ -7,7 +7,7 @@ import json
 import pickle
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 
 from deepspeed_ucp.errors import CheckpointError, UcpError, UnsupportedError
 from deepspeed_ucp.formats.deepspeed.reading import read_file
-from deepspeed_ucp.torchsave import torchfile
+from deepspeed_ucp.torchsave import records, torchfile
 from deepspeed_ucp.torchsave.objects import PickledObject, TensorRef
 from deepspeed_ucp.torchsave.torchfile import read_header
 
@@ -178,6 +178,35 @@ def test_repeated_ends_of_several_ranks_are_ignored(tmp_path: Path, times: int) 
         read_header(str(path))
 
 
+def test_repeated_ends_are_ignored_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path / "file.pt", torch.arange(300.0))
+    end = repeat_end(path)
+    path.write_bytes(path.read_bytes() + end)
+    for limit in (len(end), len(end) - 1):
+        monkeypatch.setattr(records, "_MOST_REPEATED", limit)
+        with pytest.raises(CheckpointError) if limit < len(end) else nullcontext():
+            assert read_header(str(path)).tree.numel == 300
+
+
+@pytest.mark.parametrize("front", [1, 100, 1 << 16])
+def test_a_legacy_file_is_read_in_growing_steps(front: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    value = {f"{number}": torch.full((3,), float(number)) for number in range(50)}
+    torch.save(value, tmp_path / "file.pt", _use_new_zipfile_serialization=False)
+    monkeypatch.setattr(torchfile, "_FRONT", front)
+    sizes = []
+    read_front = torchfile._read_front
+    monkeypatch.setattr(torchfile, "_read_front", lambda data, path: sizes.append(len(data)) or read_front(data, path))
+    header = read_header(str(tmp_path / "file.pt"))
+    assert [*header.tree] == [*value] and len(header.storages) == 50
+    size = (tmp_path / "file.pt").stat().st_size
+    steps = (min(front * 4**number, size) for number in range(len(sizes)))
+    assert sizes == [*steps] and sizes[-1] < 4 * size
+    (tmp_path / "file.pt").write_bytes((tmp_path / "file.pt").read_bytes()[:1000])
+    with pytest.raises(CheckpointError):
+        read_header(str(tmp_path / "file.pt"))
+    assert sizes.count(1000) == 1
+
+
 def test_a_different_end_behind_a_file_is_refused(tmp_path: Path) -> None:
     """DeepSpeed's fast writer leaves one if it saves into a longer file, because it does not truncate."""
     path, other = (
@@ -271,3 +300,19 @@ def test_damage_is_found_with_the_cache_too(written: tuple[bytes, Parts], tmp_pa
         else:
             assert found == alone
     assert refused > 50
+
+
+def test_a_form_whose_pickle_lies_behind_its_tensor_is_not_reused(tmp_path: Path) -> None:
+    """The cache compares bytes in front of the tensor, so it would miss another shape in the pickle."""
+    data, parts = b"", list[tuple[int, int]]()
+    for shape in ((3, 4), (4, 3)):
+        file, moved = io.BytesIO(), io.BytesIO()
+        torch.save(torch.zeros(shape), file)
+        with zipfile.ZipFile(file) as old, zipfile.ZipFile(moved, "w") as new:
+            for name in sorted(old.namelist(), key=lambda name: not name.endswith("data/0")):
+                new.writestr(zipfile.ZipInfo(name), old.read(name))
+        parts.append((len(data), len(moved.getvalue())))
+        data += moved.getvalue()
+    (tmp_path / "it").write_bytes(data)
+    assert parts[0][1] == parts[1][1]
+    assert [tree[2] for tree, _ in read(tmp_path / "it", parts)] == [(3, 4), (4, 3)]

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
-from deepspeed_ucp.errors import UcpError, UnsupportedError
+from deepspeed_ucp.errors import CheckpointError, UcpError, UnsupportedError
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.headers import Unread
 from deepspeed_ucp.formats.deepspeed.naming import Naming
@@ -300,3 +300,13 @@ def test_the_shortcut_for_bare_objects_changes_no_result(chosen: list[Callable[[
     quickly = read_pickle(data, "x")
     assert quickly.list_uses() == slowly.list_uses()
     assert write_pickle(quickly.root, protocol) == write_pickle(slowly.root, protocol)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_every_truncation_of_a_pickle_is_refused(protocol: int) -> None:
+    value = {"a": "x" * 300, "b": bytes(300), "c": [1, 300, 1 << 40, 1.5, True], "d": {1}, "e": bytearray(300), "f": ()}
+    data = pickle.dumps(value, protocol)
+    assert read_pickle(data, "x.pt").end == len(data)
+    for end in range(len(data)):
+        with pytest.raises(CheckpointError, match=r"^x\.pt: "):
+            read_pickle(data[:end], "x.pt")
