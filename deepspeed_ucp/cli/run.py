@@ -72,8 +72,8 @@ def _read_default(text: str | None) -> bool | dict[str, Any]:
                 text = file.read()
         given = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
-        fault = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{wanted}: {fault}") from None
+        is_json = bool({*text} & {*'{"'})  # misspelt; the text may contain secrets
+        raise ConfigError(f"{wanted}: {error.strerror if is_json and isinstance(error, OSError) else error}") from None
     if not isinstance(given, dict):
         raise ConfigError(f'{wanted}, such as {{"fallback": true}}.')
     if "patterns" in given:
