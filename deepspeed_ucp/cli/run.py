@@ -43,8 +43,10 @@ def run(options: argparse.Namespace) -> int:
     script = options.script
     try:
         default = _read_default(options.config)
-        if not options.module and not os.access(script, os.R_OK):
+        is_empty = os.path.isdir(script) and not os.path.exists(os.path.join(script, "__main__.py"))
+        if not options.module and (is_empty or not os.access(script, os.R_OK)):
             why = "cannot be read" if os.path.exists(script) else "no such file"
+            why = "a folder without __main__.py" if is_empty else why
             advice = "Name the training script, after the options of ds_ucp."
             raise ConfigError(f"{script}: {why} (in {os.getcwd()}). {advice}")
     except UcpError as error:
