@@ -204,7 +204,7 @@ class Order(ABC):
             )
 
     def _publish(self) -> None:
-        """Write the position where persistent workers, which have copies of the order, can read it."""
+        """Write the position to the memory that persistent workers read."""
         if self._board is not None:
             self._board[:] = torch.tensor([self.seed & 0xFFFFFFFF, self.consumed])
 
@@ -284,7 +284,7 @@ class Order(ABC):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the engine, for worker processes, and in other copies the memory that is shared with these."""
+        """Leave out the engine; only worker processes get the shared memory."""
         board = self._board if get_spawning_popen() is not None else None
         return {**self.__dict__, "_start": self.consumed, "_engine": None, "_offset": 0, "_board": board}
 
@@ -497,9 +497,10 @@ class ElasticStream(Order, IterableDataset[Sample], Generic[Sample]):
         self._is_unfinished = True
 
     def _is_current(self, worker: int) -> bool:
-        """Return True if a worker's position is the run's: a persistent worker may have prefetched a whole epoch.
+        """Return True if a worker's position is the run's.
 
-        Worker 0 gives the first batch, so the run cannot have taken a step of this iteration before it is asked.
+        A persistent worker may have prefetched a whole epoch. Worker 0 gives the first batch, so the run cannot have
+        taken a step of this iteration before it is asked.
         """
         if self._board is None:
             return True

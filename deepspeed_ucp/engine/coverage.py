@@ -128,7 +128,7 @@ def list_unsaved(engine: Any) -> list[str]:
 
 
 def list_pending(engine: Any) -> list[str]:
-    """Describe gradients of a begun step: no load clears them or restarts the count of micro batches."""
+    """Describe gradients of a begun step, which no load clears."""
     if getattr(engine, "_is_gradient_accumulation_boundary", None) is not None:  # the script or a trainer counts
         return []
     done = getattr(engine, "micro_steps", 0)

@@ -60,7 +60,11 @@ def find_helpers(engine: Any) -> dict[str, Any]:
 
 
 def check_scheduler(engine: Any, saved: Mapping[str, Any]) -> None:
-    """Raise MismatchError if the saved scheduler is of another kind, or has another number of param groups."""
+    """Compare the saved scheduler's kind and number of param groups.
+
+    Raises:
+        MismatchError: they differ.
+    """
     state, scheduler = saved.get("lr_scheduler"), engine.lr_scheduler
     live = scheduler.state_dict() if hasattr(scheduler, "state_dict") else None
     if isinstance(state, Mapping) and isinstance(live, Mapping) and state and live and not state.keys() & live.keys():

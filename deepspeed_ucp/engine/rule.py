@@ -199,7 +199,7 @@ def watch_schedule(scheduler: Any) -> Callable[[], str]:
 
 
 def _read_settings(scheduler: Any) -> Fields:
-    """Return the arguments of a scheduler's constructor that its state has, besides the position."""
+    """Return a scheduler's settings: the arguments of its constructor in its state."""
     if not hasattr(scheduler, "state_dict"):
         return {}
     state, names = scheduler.state_dict(), inspect.signature(type(scheduler)).parameters

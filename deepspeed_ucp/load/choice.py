@@ -314,7 +314,7 @@ def _compare(
 
 
 def _check_scheduler(context: LoadContext, index: AtomicIndex) -> None:
-    """Raise MismatchError if DeepSpeed's load would fail at the scheduler, or begin its schedule again."""
+    """Refuse a scheduler at which DeepSpeed's load fails, or whose schedule restarts."""
     if context.load_lr_scheduler_states and context.engine.lr_scheduler is not None:
         check_scheduler(context.engine, read_state_tree(index))
 

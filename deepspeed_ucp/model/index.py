@@ -261,5 +261,5 @@ class AtomicIndex:
 
     @property
     def is_weights_alone(self) -> bool:
-        """True if it is or was foreign, without optimizer states: a load then restores weights alone."""
+        """True if it is or was foreign and has no states: a load restores weights alone."""
         return bool(self.foreign) and not (self.stateless or self.groups or self.scalars)

@@ -233,7 +233,7 @@ def keep_total_batch(trainer: Any, folder: str, micro: int, config: UniversalCon
 
 
 def splits_batches(args: Mapping[str, Any]) -> bool:
-    """Return True if arguments of a trainer, live or saved, let the ranks share each batch (``split_batches``).
+    """Return True if a trainer's arguments share each batch (``split_batches``).
 
     The trainer, the ds_config and DeepSpeed then still count each batch once per rank.
     """
@@ -244,7 +244,7 @@ def splits_batches(args: Mapping[str, Any]) -> bool:
 
 
 def _divide_batch(job: SavedJob) -> SavedJob:
-    """Return a job whose ranks shared each batch, with the samples that a rank and a step really had."""
+    """Return a job that shared each batch, with the real samples of a rank and step."""
     sizes = ("total_batch", "micro", "asked")
     return replace(job, **{name: size // job.replicas for name in sizes if (size := getattr(job, name))})
 
