@@ -36,22 +36,22 @@ APART = (
     "tests/test_meeting.py",
 )
 WORLDS = {**dict.fromkeys(APART, "worlds apart"), "tests/engine/": "worlds"}
-"""Prefix of test ids → group. Tests with worlds, and others that use a fork server, take longest, so each group runs in
-one worker. The tests of the group "worlds" share saved checkpoints."""
+"""Prefix of test ids → group. Tests with worlds and others that use a fork server take longest, so each group runs in
+one worker. Tests of the group "worlds" share saved checkpoints."""
 PATIENT = ("tests/platforms/", "tests/saves/")
-"""Prefixes of tests that mostly wait for processes: they run early, beside tests that need the processors."""
+"""Prefixes of tests that mostly wait for processes: they run early, in parallel to tests that need the processors."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Set the environment, the profile of drawn cases, and the modules that ranks import in advance."""
-    for platform in PLATFORMS:  # equal results inside a container or a job
+    """Set the environment, the profile of drawn cases, and the modules that ranks preload."""
+    for platform in PLATFORMS:  # results are equal inside a container or a job
         os.environ.pop(platform.variable, None)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # each core has a process already
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # each core already has a process
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "1")  # else each process reads the metadata of all packages
     # Draw the same cases in every run, without a deadline; `make fuzz` and UCP_EXAMPLES draw new ones.
     fresh, slow = "UCP_EXAMPLES" in os.environ, [HealthCheck.too_slow]
     PRELOAD.extend(["tests.releases.settled", "tests.support.engines.driver"])
-    PRELOAD.append("transformers.models.llama.modeling_llama")  # saves a second in each rank that trains one
+    PRELOAD.append("transformers.models.llama.modeling_llama")  # saves a second in each rank that trains a Llama
     if EXHAUSTIVE in config.option.markexpr:
         os.environ["UCP_EXHAUSTIVE"] = "1"  # read when tests are imported
     else:
@@ -68,7 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collect without garbage collection, which would take a fifth of the time; imported modules stay anyway."""
+    """Collect without garbage collection, which would take a fifth of the time and free almost no memory."""
     gc.disable()
     try:
         return (yield)
@@ -94,7 +94,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Exclude the collected tests and all modules from garbage collection, as they live to the end."""
+    """Exclude the collected tests and all modules from garbage collection, because they live until the end."""
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
 
@@ -110,7 +110,7 @@ def find_worlds(nodeid: str) -> str | None:
 
 
 def find_group(nodeid: str) -> str:
-    """Return the group of a test, which runs in one worker: by WORLDS, or else the file."""
+    """Return the group of a test, which runs in one worker: by WORLDS, otherwise its file."""
     return find_worlds(nodeid) or nodeid.partition("::")[0]
 
 
@@ -118,8 +118,8 @@ def find_group(nodeid: str) -> str:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Group tests by `find_group` for `--dist loadgroup`.
 
-    xdist 3.8 writes its groups into the names of tests, where pytest 9.2 no longer reads them. Without groups every
-    worker would train every source.
+    xdist 3.8 writes its groups into the names of tests, which pytest 9.2 does not parse. Without groups every worker
+    would train every source.
     """
     if config.getvalue("dist") != "loadgroup":
         return None

@@ -31,9 +31,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Modules:
     return Modules()
 
 
-def test_measure_reports_time_and_memory_of_a_command(
-    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_time_and_memory_of_a_command_are_measured(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = tmp_path / "seen"
     code = f"""
 import os, time
@@ -65,9 +63,7 @@ def test_a_failed_command_is_reported_with_its_error_output(bench: Any, tmp_path
 
 
 @pytest.mark.parametrize("direct", [False, True])
-def test_the_floor_reads_each_byte_once(
-    bench: Any, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_floor_reads_a_byte_once(bench: Any, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     floor = bench.floor
     if not direct:
         monkeypatch.setattr(floor.os, "O_DIRECT", 0)

@@ -93,9 +93,7 @@ def test_a_result_that_cannot_be_pickled_is_an_error_on_all_ranks(method: str) -
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_errors_of_other_libraries_are_sent_as_text(
-    method: str, error: BaseException, kind: type[BaseException], text: str
-) -> None:
+def test_other_errors_are_sent_as_text(method: str, error: BaseException, kind: type[BaseException], text: str) -> None:
     with pytest.raises(kind, match=f"^{text}") as caught:
         getattr(Comm(), method)(mock.Mock(side_effect=error))
     assert error in (caught.value, caught.value.__cause__)
@@ -208,9 +206,7 @@ def test_broadcasts_keep_values_of_any_length(value: bytes) -> None:
         ("hpu:hccl", "hpu:3"),
     ],
 )
-def test_the_communication_device_follows_the_backend(
-    config: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_backend_determines_the_device(config: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """``torch.accelerator`` is missing before torch 2.6."""
     monkeypatch.delattr("torch.accelerator", raising=False)
     monkeypatch.setattr("torch.get_device_module", {device[:-2]: SimpleNamespace(current_device=lambda: 3)}.get)
@@ -290,9 +286,7 @@ class Joined(Comm):
     ],
     ids=str,
 )
-def test_the_environment_determines_the_launcher(
-    environment: dict[str, str], kind: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launchers_by_environment(environment: dict[str, str], kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comm_module, "MpiComm", Joined)
     assert type(join_launch(environment)) is kind
 

@@ -230,9 +230,7 @@ MAYBE = st.none() | st.integers(1, 20)
 
 @examples(300)
 @given(train=NUMBERS, micro=MAYBE, gas=MAYBE, world=st.integers(1, 20))
-def test_a_valid_batch_size_is_the_product_of_its_factors(
-    train: int, micro: int | None, gas: int | None, world: int
-) -> None:
+def test_a_valid_batch_is_a_product_of_its_factors(train: int, micro: int | None, gas: int | None, world: int) -> None:
     found = fit_batch(train, micro, gas, world)
     exists = any(
         m * g * world == train
@@ -249,9 +247,7 @@ def test_a_valid_batch_size_is_the_product_of_its_factors(
 
 @examples(300)
 @given(train=NUMBERS, micro=MAYBE, world=st.integers(1, 20))
-def test_adapting_chooses_the_largest_micro_batch_up_to_the_configured_one(
-    train: int, micro: int | None, world: int
-) -> None:
+def test_adapting_chooses_the_largest_allowed_micro_batch(train: int, micro: int | None, world: int) -> None:
     found = adapt_batch(train, micro, world)
     if found is None:
         assert train % world

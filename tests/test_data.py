@@ -365,9 +365,7 @@ def test_a_shard_that_ends_early_is_an_error_with_its_name() -> None:
         (2, None, "of 1 sample,"),
     ],
 )
-def test_several_workers_of_a_stream_need_the_batch_size(
-    given: int | None, of_loader: int | None, message: str
-) -> None:
+def test_a_stream_with_workers_needs_the_batch_size(given: int | None, of_loader: int | None, message: str) -> None:
     loader: DataLoader[int] = DataLoader(make_stream(0, 1, batch_size=given), batch_size=of_loader, num_workers=2)
     with pytest.raises(ConfigError, match=message):
         list(loader)
@@ -443,9 +441,7 @@ def restore_on_ranks(
     run_ranks(len(ranks), work)
 
 
-def test_ranks_without_data_need_no_carried_state(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ranks_without_data_carry_no_state(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """For example, middle stages of a pipeline have no data, at the save, at the load, or at both."""
     loaded: list[Any] = []
     some, none = (["data"], {"data": 1}), ((), None)

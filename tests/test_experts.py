@@ -236,11 +236,11 @@ def compare(saved: dict[str, tuple[int, ...]], live: dict[str, tuple[int, ...]],
 def test_another_number_of_experts_is_one_error_for_each_block(form: str, have: int, want: int) -> None:
     with pytest.raises(MismatchError) as error:
         compare(shape_all(form, have), shape_all(form, want))
-    told = str(error.value)
-    assert f"m.{{0-1}}.mlp: {have} experts in the checkpoint, {want} in the model" in told
-    assert f"m.0.mlp.gate.weight: shape ({have}, 3) in the checkpoint, ({want}, 3) in the model" in told
-    assert form.format(layer=0, e=7) not in told
-    assert "Resume with the number of experts that was saved" in told
+    message = str(error.value)
+    assert f"m.{{0-1}}.mlp: {have} experts in the checkpoint, {want} in the model" in message
+    assert f"m.0.mlp.gate.weight: shape ({have}, 3) in the checkpoint, ({want}, 3) in the model" in message
+    assert form.format(layer=0, e=7) not in message
+    assert "Resume with the number of experts that was saved" in message
 
 
 def test_a_router_of_another_size_is_refused_in_a_load_with_load_module_strict_false() -> None:

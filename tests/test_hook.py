@@ -326,9 +326,7 @@ def test_an_error_of_all_ranks_is_printed_in_full_once(
         assert calls and all(__file__ in line for line in calls)
 
 
-def test_errors_of_other_libraries_keep_pythons_output(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_errors_keep_pythons_output(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     uncaught.shorten_uncaught()
     shortened = sys.excepthook

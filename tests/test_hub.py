@@ -106,9 +106,7 @@ def test_tensors_are_renamed_and_cut_like_by_transformers(tmp_path: Path, case: 
     ],
 )
 @pytest.mark.parametrize("old", [False, True], ids=["5", "4"])
-def test_a_configuration_that_differs_in_equal_shapes_is_described(
-    tmp_path: Path, old: bool, live: dict[str, Any], odd: str
-) -> None:
+def test_a_differing_configuration_is_described(tmp_path: Path, old: bool, live: dict[str, Any], odd: str) -> None:
     LlamaForCausalLM(LLAMA).save_pretrained(tmp_path)
     if old:  # the form of transformers 4
         config = {**LLAMA.to_dict(), "rope_theta": 10000.0}

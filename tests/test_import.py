@@ -162,9 +162,7 @@ def test_a_trainers_methods_are_wrapped_after_its_import(order: str) -> None:
     assert names_uninstalled == "original here ['train']"
 
 
-def test_a_method_that_a_library_lacks_is_one_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_missing_method_is_one_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A method of newer releases (`newer=True`) may be missing."""
     trainer = ModuleType("library.trainer")
     row = attach.Wrapped("library.trainer", "Trainer.of_another_release", "hook", "resume")

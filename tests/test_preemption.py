@@ -191,9 +191,7 @@ def test_a_slurm_job_is_requeued_after_its_save(
     assert code == int(bool(fault))
 
 
-def test_follow_in_a_thread_of_ray_handles_no_signal(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rays_thread_handles_no_signals(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     engine, failed = Engine(saves=[]), list[BaseException]()
 
     def follow() -> None:

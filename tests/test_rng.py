@@ -234,9 +234,7 @@ def test_a_resumed_curriculum_sampler_draws_the_samples_of_an_uninterrupted_run(
     assert [draw(resumed) for _ in range(4)] == expected
 
 
-def test_a_save_without_the_samplers_random_state_is_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_missing_random_state_of_the_sampler_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """For example a save of an earlier release: all resumes draw equal samples, but not those of the first run."""
     plain, drawn = make_engine(None), list[float]()
     rng.follow(plain)

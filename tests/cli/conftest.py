@@ -13,7 +13,7 @@ from deepspeed_ucp.cli.dispatch import main
 
 @pytest.fixture
 def run_json(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, Any]]:
-    """Run a command with --json; returns its exit code and the parsed object."""
+    """Return a function that runs a command with --json and returns its exit code and the parsed object."""
 
     def run(*argv: object) -> tuple[int, Any]:
         capsys.readouterr()

@@ -32,7 +32,7 @@ ROWS = ("attention.dense.weight", "dense_4h_to_h.weight")
 
 
 def make_block(prefix: str, width: int) -> list[Param]:
-    """A transformer layer with biases in a param group of their own."""
+    """Make a transformer layer with biases in a separate param group."""
     shapes = {
         "input_layernorm.weight": (width,),
         "attention.query_key_value.weight": (3 * width, width),
@@ -48,7 +48,7 @@ def make_block(prefix: str, width: int) -> list[Param]:
 
 
 def make_gpt(layers: int = 4, width: int = 16, vocab: int = 64) -> Model:
-    """With a tied head, a frozen adapter and a buffer."""
+    """Make a GPT with a tied head, a frozen adapter and a buffer."""
     params = [Param("wte.weight", (vocab, width)), Param("wpe.weight", (8, width), frozen=True)]
     for layer in range(layers):
         params += make_block(f"h.{layer}", width)
@@ -57,7 +57,7 @@ def make_gpt(layers: int = 4, width: int = 16, vocab: int = 64) -> Model:
 
 
 def make_pipe(layers: int = 4, width: int = 16, vocab: int = 64) -> Model:
-    """A PipelineModule: the tied embedding at both ends, a norm at the end."""
+    """Make a PipelineModule with a tied embedding at both ends and a norm at the end."""
     word = "tied_modules.embed.word_embeddings.weight"
     params = [Param(word, (vocab, width), tied=True)]
     for layer in range(1, layers + 1):
@@ -68,14 +68,14 @@ def make_pipe(layers: int = 4, width: int = 16, vocab: int = 64) -> Model:
 
 
 def cut(name: str, tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
-    """Cut as Megatron does, except that query, key and value are cut like any column."""
+    """Cut like Megatron, except that query, key and value are cut like any column."""
     if name.endswith((*COLUMNS, "word_embeddings.weight", "wte.weight")):
         return tensor.chunk(tp, 0)[rank].clone()
     return tensor.chunk(tp, 1)[rank].clone() if name.endswith(ROWS) else tensor
 
 
 def write_sample(folder: Path | str, topology: Topology, model: Model | None = None, **run: Any) -> Path:
-    """Write a checkpoint under ``folder``; returns the folder of the tag."""
+    """Write a checkpoint under ``folder``; return the folder of the tag."""
     model = model or (make_pipe() if topology.pp > 1 else make_gpt())
     state = random_state(model, 0, precision=topology.precision, topology=topology)
     config = {**topology.ds_config(), **DS_CONFIG}

@@ -35,7 +35,7 @@ def run(*argv: object) -> int:
     return main(["diff", *map(str, argv)])
 
 
-def test_each_side_has_further_places(left: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_accepts_further_places_by_side(left: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     right = write(tmp_path / "right", Topology(3, 3))
     kept = [shutil.copytree(side, tmp_path / f"kept_{side.parent.name}") for side in (left, right)]
     for side in (left, right):
@@ -52,7 +52,7 @@ def write_text(*atoms: AtomDifference, values: tuple[ValueDifference, ...] = (),
 FP32 = ("float32", "float32")
 
 
-def test_long_tables_are_cut() -> None:
+def test_long_tables_of_differences_are_truncated() -> None:
     tally = Tally(5, 1, 0, 2.0, 1.0)
     atoms = [AtomDifference(f"layer_{chr(97 + at)}", "fp32", "values", FP32, tally, index=(0,)) for at in range(25)]
     text = write_text(*atoms)
@@ -61,7 +61,7 @@ def test_long_tables_are_cut() -> None:
     assert write_text(*atoms, everything=True).count("layer_") == 25
 
 
-def test_each_kind_of_difference_has_a_text() -> None:
+def test_each_kind_of_difference_is_described() -> None:
     padding = Tally(10, 2, 50, math.inf, math.inf)
     text = write_text(
         AtomDifference("a", "fp32", "only in A", FP32),

@@ -1,4 +1,4 @@
-"""``docs/cli.md`` is the help of every command; messages name existing options; examples are reproducible."""
+"""``docs/cli.md`` contains the help of every command; messages name existing options; examples are reproducible."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ GENERAL = {
 
 
 def list_actions(name: str) -> list[argparse.Action]:
-    """The options and arguments of a command that its help shows."""
+    """List the options and arguments of a command that its help shows."""
     return [each for each in find_parser(name)._actions if each.help != argparse.SUPPRESS]
 
 
 def shorten_help(name: str) -> str:
-    """Leave out lists of options in the usage, and texts that the page has once for all commands."""
+    """Return the help without lists of options in the usage, and without texts that are once on the page."""
     text = SHARED.sub("", find_parser(name).format_help())
     text = re.sub(r"(\[-[^\]]*\]\s+)+", "[OPTIONS] ", text, count=1)
     text = re.sub(r"  (-h, --help|\w+) +(show this help|a folder \(or URL\) with) .*\n( {20,}.*\n)*", "", text)
@@ -49,8 +49,8 @@ def list_flags(name: str) -> set[str]:
     return {flag for action in list_actions(name) for flag in action.option_strings}
 
 
-def test_the_page_has_the_help_of_every_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``UPDATE_GOLDEN=1`` writes it."""
+def test_docs_cli_md_has_the_help_of_every_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``UPDATE_GOLDEN=1`` rewrites the page."""
     monkeypatch.setenv("COLUMNS", "100")
     path = DOCS / "cli.md"
     page = path.read_text(encoding="utf-8")
@@ -75,7 +75,7 @@ def test_the_help_has_examples_and_describes_all_options(name: str) -> None:
 
 @cache
 def list_texts() -> tuple[str, ...]:
-    """All string literals of the package, f-strings without their values."""
+    """Return all string literals of the package, f-strings without their values."""
     return tuple(_find_texts())
 
 
@@ -89,7 +89,7 @@ def _find_texts() -> Iterator[str]:
 
 
 def test_messages_name_existing_commands_and_options() -> None:
-    """Such as ``ds_ucp NAME --option``."""
+    """For example ``ds_ucp NAME --option``."""
     lines = [found for text in list_texts() for found in re.findall(r"`ds_ucp ([a-z]+)([^`]*)`", text)]
     assert len(lines) > 20
     for name, rest in lines:
@@ -98,7 +98,7 @@ def test_messages_name_existing_commands_and_options() -> None:
 
 
 def list_quotes() -> list[str]:
-    """Messages that the guide quotes: its list of errors, and its log lines."""
+    """List messages that the guide quotes: its list of errors, and its log lines."""
     page = (DOCS / "guide.md").read_text(encoding="utf-8")
     _, _, errors = page.partition("\n## Errors\n")
     lines = page.partition("\n### Log lines\n")[2].partition("\n`engine.ucp_report`")[0]
@@ -109,7 +109,7 @@ def list_quotes() -> list[str]:
 
 @pytest.mark.parametrize("quote", list_quotes())
 def test_the_guide_quotes_messages_of_the_package(quote: str) -> None:
-    """Except for the values in them, which it writes as an ellipsis or as an example."""
+    """Values in the messages are an ellipsis or an example."""
     for part in re.split(r"…|, |: |\d[\d.]*|deepspeed_ucp|DeepSpeed", quote):
         fragment = part.strip(" ()_,;:")
         assert len(fragment) < 4 or any(fragment in text for text in list_texts())

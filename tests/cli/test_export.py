@@ -32,7 +32,7 @@ def export(*arguments: object) -> int:
     return main(["export", *map(str, arguments)])
 
 
-def test_safetensors(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_writes_safetensors(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert export(checkpoint, out) == 0
     found = load_file(out / "model.safetensors")
@@ -48,7 +48,7 @@ def test_safetensors(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert not (out / "model.safetensors").exists()
 
 
-def test_every_option_for_weights(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_export_option_for_weights(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "hf").mkdir()
     for name in ("config.json", "tokenizer.json", "training.log"):
         (tmp_path / "hf" / name).write_text("{}")
@@ -81,7 +81,7 @@ def test_every_option_for_weights(checkpoint: Path, tmp_path: Path, capsys: pyte
     ],
     ids=["torch", "flattened", "torchtitan", "weights"],
 )
-def test_dcp(checkpoint: Path, tmp_path: Path, options: list[str], keys: set[str]) -> None:
+def test_export_to_dcp(checkpoint: Path, tmp_path: Path, options: list[str], keys: set[str]) -> None:
     from torch.distributed.checkpoint import FileSystemReader
 
     assert export(checkpoint, tmp_path / "out", "--to", "dcp", *options) == 0
@@ -90,8 +90,8 @@ def test_dcp(checkpoint: Path, tmp_path: Path, options: list[str], keys: set[str
     assert "--weights-only" not in options or keys == found
 
 
-def test_accelerates_folders(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the trainer's files from the tag's folder; missing ones are warnings, and an older export is removed."""
+def test_export_to_accelerates_folders(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It copies the trainer's files from the tag's folder, warns about missing ones and replaces an older export."""
     out, options = tmp_path / "out", ["--to", "dcp", "--layout", "accelerate", "--overwrite"]
     assert export(checkpoint, out, *options) == 0
     warning = "scheduler.bin (which load_state wants for a prepared scheduler: prepare it afterwards, at step "
@@ -114,9 +114,9 @@ def test_accelerates_folders(checkpoint: Path, tmp_path: Path, capsys: pytest.Ca
         assert warning in (err := capsys.readouterr().err) and bool(err) == bool(warning)
 
 
-def test_patterns(tmp_path: Path) -> None:
-    held = draw_state(make_plain(("word", "row")), Topology(1, 2, tp=2))
-    held.write(tmp_path / "in")
+def test_export_accepts_patterns(tmp_path: Path) -> None:
+    saved_run = draw_state(make_plain(("word", "row")), Topology(1, 2, tp=2))
+    saved_run.write(tmp_path / "in")
     word, row = {"match": ".*word", "pattern": "shard-v", "vocab": True}, {"match": ".*row", "pattern": "shard-h"}
     rules = {
         "rules": [word, row],
@@ -125,12 +125,12 @@ def test_patterns(tmp_path: Path) -> None:
     }
     assert export(tmp_path / "in", tmp_path / "out", "--patterns", json.dumps(rules)) == 0
     found = load_file(tmp_path / "out" / "model.safetensors")
-    assert torch.equal(found["h.0.row"], held.state.atoms["body.row"]["fp32"])
-    assert torch.equal(found["h.0.word"], held.state.atoms["body.word"]["fp32"][:VOCAB])
+    assert torch.equal(found["h.0.row"], saved_run.state.atoms["body.row"]["fp32"])
+    assert torch.equal(found["h.0.word"], saved_run.state.atoms["body.word"]["fp32"][:VOCAB])
 
 
-def test_masters_of_stage_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With --groups the fp32 weights are exported, otherwise the model's weights."""
+def test_export_of_stage_0_needs_groups_for_masters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without --groups it exports the model's weights."""
     state = State({name: dict(states) for name, states in random_state(MODEL, 0).atoms.items()}, STATE.scalars)
     path = write_checkpoint(tmp_path / "in", MODEL, state, Topology(0, precision="fp16", wrapper="fused"))
     assert export(path, tmp_path / "own") == 0
@@ -170,8 +170,8 @@ def test_weights_of_experts_are_exported(tmp_path: Path, run_json: Any) -> None:
     assert all(torch.equal(exported[name], held["fp32"]) for name, held in state.atoms.items())
 
 
-def test_a_save_of_stage_0_is_named_by_its_module(tmp_path: Path, run_json: Any) -> None:
-    """DeepSpeed moves the experts out of the optimizer's group."""
+def test_experts_at_stage_0_are_exported_with_names_from_groups(tmp_path: Path, run_json: Any) -> None:
+    """DeepSpeed moves experts out of the optimizer's group."""
     path, state = write_experts(tmp_path / "saved", Topology(0, 4, "bf16", "unfused", ep=(2, 2)))
     assert run_json("convert", path, tmp_path / "out")[0] == 2
     assert run_json("convert", path, tmp_path / "out", "--groups", "module")[0] == 0

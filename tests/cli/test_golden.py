@@ -1,6 +1,6 @@
-"""Output of each command as in ``golden/COMMAND.txt``: exit code, text, messages, and the form of its JSON.
+"""Output of each command equals ``golden/COMMAND.txt``: exit code, text, messages, and the form of its JSON.
 
-``UPDATE_GOLDEN=1`` rewrites these files. Times, rates and paths are replaced, and long lines cut.
+``UPDATE_GOLDEN=1`` rewrites these files. Times, rates and paths are replaced, and long lines truncated.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def join_forms(forms: list[Any]) -> Any:
 def run(line: str, root: Path, forms: set[tuple[str, ...]], capsys: pytest.CaptureFixture[str]) -> str:
     """Return the line, its output and exit code, and the form of its JSON, unless its keys are among ``forms``.
 
-    The help has to list all keys of a result. A refused command leaves no files.
+    The help must list all keys of a result. A refused command must leave no files.
     """
     before = set(os.listdir(root))
     words = [PATTERNS if word == "PATTERNS" else word for word in line.replace(PATTERNS, "PATTERNS").split()]
@@ -271,7 +271,7 @@ def run(line: str, root: Path, forms: set[tuple[str, ...]], capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("command", LINES)
-def test_the_output_is_the_recorded_one(command: str, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_output_of_a_command_is_recorded(command: str, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     forms = {("error", "kind")}
     found = "\n\n".join(run(line, root, forms, capsys) for line in LINES[command]) + "\n"
@@ -282,14 +282,14 @@ def test_the_output_is_the_recorded_one(command: str, root: Path, capsys: pytest
     assert found == path.read_text(encoding="utf-8")
 
 
-def test_every_command_is_recorded() -> None:
+def test_every_command_has_recorded_output() -> None:
     assert {*LINES, "run"} == set(COMMANDS)
     assert {path.stem for path in GOLDEN.glob("*.txt")} == set(LINES)
 
 
 @pytest.mark.parametrize("command", LINES)
 def test_the_first_line_agrees_with_the_exit_code(command: str) -> None:
-    """Only a good verdict has exit code 0, and no sizes follow an obstacle."""
+    """Only a good verdict has exit code 0. No sizes follow an obstacle."""
     verdicts = (
         r"\d+ checkpoints?, all complete",
         ".*: complete",

@@ -35,7 +35,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Topology]
 
 @pytest.fixture
 def inspect(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """Runs the command with --json; the object, with exit code and stderr."""
+    """Return a function that runs the command with --json and returns the object, with exit code and stderr."""
 
     def call(*args: object) -> Any:
         code = main(["inspect", *map(str, args), "--json"])
@@ -46,50 +46,52 @@ def inspect(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("topology", [ZERO1, ZERO3, TENSOR, THREE_D], ids=lambda t: t.label)
-def test_the_contents_of_a_checkpoint(
+def test_inspect_describes_the_contents_of_a_checkpoint(
     topology: Topology, checkpoints: Callable[[Topology], Path], inspect: Callable[..., Any]
 ) -> None:
     model = make_pipe() if topology.pp > 1 else make_gpt()
-    found = inspect(checkpoints(topology), *(["--patterns", PATTERNS] if topology.tp > 1 else []))
-    assert found["code"] == 0
-    degrees = [found["topology"][key] for key in ("zero_stage", "dp", "tp", "pp", "precision", "master")]
+    result = inspect(checkpoints(topology), *(["--patterns", PATTERNS] if topology.tp > 1 else []))
+    assert result["code"] == 0
+    degrees = [result["topology"][key] for key in ("zero_stage", "dp", "tp", "pp", "precision", "master")]
     assert degrees == [topology.stage, topology.dp, topology.tp, topology.pp, "bfloat16", "float32"]
-    assert found["counters"]["global_steps"] == 3
-    assert (found["optimizer"]["name"], found["optimizer"]["states"]) == ("AdamW", ["exp_avg", "exp_avg_sq"])
-    assert {row["scalars"].get("step") for row in found["parameters"] if row["kind"] == "trained"} == {3}
-    assert [group["hyper"]["lr"] for group in found["optimizer"]["groups"]] == [1e-3, 5e-4]
-    assert found["client_state"]["keys"] == {"epoch": "2"}
-    shapes = {row["name"]: tuple(row["shape"]) for row in found["parameters"] if not row["instance"]}
+    assert result["counters"]["global_steps"] == 3
+    assert (result["optimizer"]["name"], result["optimizer"]["states"]) == ("AdamW", ["exp_avg", "exp_avg_sq"])
+    assert {row["scalars"].get("step") for row in result["parameters"] if row["kind"] == "trained"} == {3}
+    assert [group["hyper"]["lr"] for group in result["optimizer"]["groups"]] == [1e-3, 5e-4]
+    assert result["client_state"]["keys"] == {"epoch": "2"}
+    shapes = {row["name"]: tuple(row["shape"]) for row in result["parameters"] if not row["instance"]}
     buffers = {name: tuple(tensor.shape) for name, tensor in model.buffers.items()}
     assert shapes == {param.name: param.shape for param in model.owners} | buffers
-    assert found["ties"] == {param.name: param.alias_of for param in model.params if param.alias_of}
-    kinds = {kind: [row["name"] for row in found["parameters"] if row["kind"] == kind] for kind in ("frozen", "buffer")}
+    assert result["ties"] == {param.name: param.alias_of for param in model.params if param.alias_of}
+    kinds = {
+        kind: [row["name"] for row in result["parameters"] if row["kind"] == kind] for kind in ("frozen", "buffer")
+    }
     assert kinds == {"frozen": [p.name for p in model.owners if p.frozen], "buffer": list(model.buffers)}
-    assert found["findings"] == []
-    totals = found["totals"]
+    assert result["findings"] == []
+    totals = result["totals"]
     assert totals["elements"] == sum(param.numel for param in model.owners)
-    assert totals["file_bytes"] == sum(file["size"] for file in found["files"])
-    assert {file["name"] for file in found["files"]} == {path.name for path in checkpoints(topology).iterdir()}
+    assert totals["file_bytes"] == sum(file["size"] for file in result["files"])
+    assert {file["name"] for file in result["files"]} == {path.name for path in checkpoints(topology).iterdir()}
     assert totals["states"] == 2 * totals["masters"]
-    stored = sum(row["nbytes"] for row in found["parameters"])
+    stored = sum(row["nbytes"] for row in result["parameters"])
     assert stored == totals["masters"] + totals["states"] + totals["module"]
 
 
 @pytest.mark.parametrize("topology", [ZERO1, ZERO3, THREE_D], ids=lambda t: t.label)
-def test_a_parameter_s_fragments_are_its_bytes(
+def test_inspect_param_lists_the_bytes_of_a_parameter(
     topology: Topology, checkpoints: Callable[[Topology], Path], inspect: Callable[..., Any]
 ) -> None:
-    """The bytes at these offsets of these files are the parameter."""
+    """Reading these offsets of these files gives the parameter."""
     folder = checkpoints(topology)
     model = make_pipe() if topology.pp > 1 else make_gpt()
     name = "1.mlp.dense_4h_to_h.weight" if topology.pp > 1 else "h.2.mlp.dense_4h_to_h.weight"
     state = random_state(model, 0, precision="bf16", topology=topology)
-    found = inspect(folder, "--param", name)
-    assert found["hyper"]["lr"] == 1e-3
+    result = inspect(folder, "--param", name)
+    assert result["hyper"]["lr"] == 1e-3
     for each in ("fp32", "exp_avg", "exp_avg_sq"):
-        for rank, shape in enumerate(found["shards"]):
+        for rank, shape in enumerate(result["shards"]):
             held = np.zeros(int(np.prod(shape)), np.float32)
-            for part in (part for part in found["layout"] if (part["state"], part["rank"]) == (each, rank)):
+            for part in (part for part in result["layout"] if (part["state"], part["rank"]) == (each, rank)):
                 data = (folder / part["file"]).read_bytes()[part["offset"] :][: part["bytes"]]
                 held[part["start"] :][: part["numel"]] = np.frombuffer(data, np.float32)
             expected = cut(name, state.atoms[name][each], topology.tp, rank)
@@ -106,25 +108,25 @@ def converted(checkpoints: Callable[[Topology], Path], tmp_path_factory: pytest.
     return destination
 
 
-def test_an_atomic_checkpoint_has_its_source(
+def test_inspect_of_an_atomic_checkpoint_names_its_source(
     converted: Path, checkpoints: Callable[[Topology], Path], inspect: Callable[..., Any]
 ) -> None:
-    found, source = inspect(converted), inspect(checkpoints(TENSOR), "--patterns", PATTERNS)
-    assert found["topology"]["wrapper"] == "atomic"
-    assert found["written_by"]["tool"].startswith("deepspeed_ucp ")
-    assert found["written_by"]["source"]["topology"]["tp"] == 2
-    files = {each["name"]: each["size"] for each in found["written_by"]["source"]["fingerprint"]["files"]}
+    result, source = inspect(converted), inspect(checkpoints(TENSOR), "--patterns", PATTERNS)
+    assert result["topology"]["wrapper"] == "atomic"
+    assert result["written_by"]["tool"].startswith("deepspeed_ucp ")
+    assert result["written_by"]["source"]["topology"]["tp"] == 2
+    files = {each["name"]: each["size"] for each in result["written_by"]["source"]["fingerprint"]["files"]}
     assert files.items() <= {each["name"]: each["size"] for each in source["files"]}.items()
-    assert found["counters"]["global_steps"] == source["counters"]["global_steps"]
-    assert found["ties"] == source["ties"]
-    assert found["totals"]["elements"] == source["totals"]["elements"]
-    rows = {row["name"]: row for row in found["parameters"]}
+    assert result["counters"]["global_steps"] == source["counters"]["global_steps"]
+    assert result["ties"] == source["ties"]
+    assert result["totals"]["elements"] == source["totals"]["elements"]
+    rows = {row["name"]: row for row in result["parameters"]}
     before = {row["name"]: row for row in source["parameters"]}
     assert {name: (row["shape"], row["pattern"], row["kind"]) for name, row in rows.items()} == {
         name: (row["shape"], row["pattern"], row["kind"]) for name, row in before.items()
     }
     on_disk = [path for path in converted.rglob("*") if path.is_file()]
-    assert found["totals"]["files"] == len(on_disk)
+    assert result["totals"]["files"] == len(on_disk)
 
 
 def test_a_hyper_parameter_of_thousands_of_digits_is_shortened(
@@ -136,8 +138,8 @@ def test_a_hyper_parameter_of_thousands_of_digits_is_shortened(
         tree = torch.load(path, weights_only=False)
         tree["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][0]["seed"] = 10**5000
         torch.save(tree, path)
-    found = inspect(folder)
-    assert found["code"] == 0
-    assert "an integer of 16610 bits" in json.dumps(found["optimizer"]["groups"][0]["hyper"]["seed"])
+    result = inspect(folder)
+    assert result["code"] == 0
+    assert "an integer of 16610 bits" in json.dumps(result["optimizer"]["groups"][0]["hyper"]["seed"])
     assert main(["inspect", str(folder)]) == 0
     assert "an integer of 16610 bits" in " ".join(capsys.readouterr().out.split())

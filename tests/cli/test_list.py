@@ -1,4 +1,4 @@
-"""``ds_ucp list``: checkpoints on storage and in memory, and the one that a resume takes."""
+"""``ds_ucp list``: checkpoints on storage and in memory, with a mark at the one that a resume loads."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ GPT = make_gpt(1)
 
 
 def save(folder: Path, step: int, *, sealed: bool = False) -> Path:
-    made = write_sample(folder, Topology(1, 2, "bf16"), GPT, global_steps=step)
+    tag_folder = write_sample(folder, Topology(1, 2, "bf16"), GPT, global_steps=step)
     if sealed:
-        seal_folder(str(made), Comm())
-    return made
+        seal_folder(str(tag_folder), Comm())
+    return tag_folder
 
 
 def test_tags_are_listed_newest_first(tmp_path: Path, run_json: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,12 +44,12 @@ def test_tags_are_listed_newest_first(tmp_path: Path, run_json: Any, capsys: pyt
     late = save(tmp_path, 10)
     os.utime(next(late.iterdir()), (1, 1))  # a slow clock
     (tmp_path / "logs").mkdir()
-    code, found = run_json("list", tmp_path)
-    rows = [(each["tag"], each["step"], each["whole"], each["sealed"]) for each in found["checkpoints"]]
+    code, listed = run_json("list", tmp_path)
+    rows = [(each["tag"], each["step"], each["whole"], each["sealed"]) for each in listed["checkpoints"]]
     assert (code, rows) == (0, [("global_step10", 10, True, False), ("global_step9", 9, True, True)])
-    first = found["checkpoints"][0]
+    first = listed["checkpoints"][0]
     assert first["bytes"] == sum(path.stat().st_size for path in late.iterdir())
-    assert (first["named_by"], found["latest"], first["resume"]) == (["latest"], late.name, True)
+    assert (first["named_by"], listed["latest"], first["resume"]) == (["latest"], late.name, True)
     assert first["topology"] == "ZeRO-1 dp=2 bfloat16 (zero12)"
     assert main(["list", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()[3:]
@@ -60,31 +60,31 @@ def test_tags_are_listed_newest_first(tmp_path: Path, run_json: Any, capsys: pyt
 def test_checkpoints_of_a_trainer_are_found_in_subfolders(tmp_path: Path, run_json: Any) -> None:
     for step in (4, 8):
         save(tmp_path / f"checkpoint-{step}", step)
-    code, found = run_json("list", tmp_path)
+    code, listed = run_json("list", tmp_path)
     assert code == 0
-    assert [each["tag"] for each in found["checkpoints"]] == ["checkpoint-8/global_step8", "checkpoint-4/global_step4"]
-    (tmp_path / "checkpoint-8" / "rng_state_0.pth").write_text("")  # without trainer_state.json, which is written last
-    code, found = run_json("list", tmp_path)
-    assert (code, [each["whole"] for each in found["checkpoints"]]) == (1, [False, True])
-    assert "trainer_state.json: missing" in found["checkpoints"][0]["fault"]
-    code, found = run_json("list", tmp_path / "checkpoint-4" / "global_step4")
-    assert [(each["tag"], each["step"]) for each in found["checkpoints"]] == [(".", 4)]
+    assert [each["tag"] for each in listed["checkpoints"]] == ["checkpoint-8/global_step8", "checkpoint-4/global_step4"]
+    (tmp_path / "checkpoint-8" / "rng_state_0.pth").write_text("")  # trainer_state.json, the last file, is missing
+    code, listed = run_json("list", tmp_path)
+    assert (code, [each["whole"] for each in listed["checkpoints"]]) == (1, [False, True])
+    assert "trainer_state.json: missing" in listed["checkpoints"][0]["fault"]
+    code, listed = run_json("list", tmp_path / "checkpoint-4" / "global_step4")
+    assert [(each["tag"], each["step"]) for each in listed["checkpoints"]] == [(".", 4)]
 
 
-def test_weights_besides_tags_are_not_tags(tmp_path: Path, run_json: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """The Trainer writes them into each folder, and into the output folder; commands choose as a load does."""
+def test_weights_next_to_tags_are_not_listed(tmp_path: Path, run_json: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The Trainer writes weights into each folder and the output folder. Commands choose a tag like a load."""
     for step in (4, 8):
         save(tmp_path / f"checkpoint-{step}", step)
         save_file({"it": torch.ones(2)}, tmp_path / f"checkpoint-{step}" / "model.safetensors")
-    code, found = run_json("list", tmp_path / "checkpoint-8")
-    assert (code, [each["tag"] for each in found["checkpoints"]]) == (0, ["global_step8"])
+    code, listed = run_json("list", tmp_path / "checkpoint-8")
+    assert (code, [each["tag"] for each in listed["checkpoints"]]) == (0, ["global_step8"])
     save_file({"it": torch.ones(2)}, tmp_path / "model.safetensors")
     (tmp_path / "other").mkdir()
     save_file({"it": torch.ones(2)}, tmp_path / "other" / "model.safetensors")
-    code, found = run_json("list", tmp_path)
+    code, listed = run_json("list", tmp_path)
     below = ["checkpoint-8/global_step8", "checkpoint-4/global_step4"]
-    assert [each["tag"] for each in found["checkpoints"]][:2] == below
-    bare = {each["tag"]: each["bytes"] for each in found["checkpoints"][2:]}
+    assert [each["tag"] for each in listed["checkpoints"]][:2] == below
+    bare = {each["tag"]: each["bytes"] for each in listed["checkpoints"][2:]}
     assert bare == dict.fromkeys([".", "other"], (tmp_path / "model.safetensors").stat().st_size)
     open_checkpoint(find_checkpoint(str(tmp_path)), Comm())
     assert any("not DeepSpeed's checkpoints in checkpoint-4, checkpoint-8" in line for line in caplog.messages)
@@ -101,7 +101,7 @@ def test_an_invalid_latest_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFi
     assert "latest is empty" in printed.err and "; a resume fails: " in printed.out.splitlines()[0]
 
 
-def test_a_damaged_pointer_hides_no_other_tag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_shows_other_tags_next_to_a_damaged_pointer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path, 1)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / PUBLISHED).write_text("{")
@@ -111,13 +111,15 @@ def test_a_damaged_pointer_hides_no_other_tag(tmp_path: Path, capsys: pytest.Cap
     assert f"broken: {PUBLISHED}: is no valid JSON" in printed
 
 
-def test_a_store_is_listed(tmp_path: Path, run_json: Any) -> None:
+def test_list_shows_the_tags_of_a_store(tmp_path: Path, run_json: Any) -> None:
     clear_memory()
     put_folder(save(tmp_path, 5), "memory://listed/run/global_step5")
     write_small("memory://listed/run/latest", b"global_step5")
-    code, found = run_json("list", "memory://listed/run")
+    code, listed = run_json("list", "memory://listed/run")
     assert code == 0
-    assert [(each["step"], each["whole"], each["named_by"]) for each in found["checkpoints"]] == [(5, True, ["latest"])]
+    assert [(each["step"], each["whole"], each["named_by"]) for each in listed["checkpoints"]] == [
+        (5, True, ["latest"])
+    ]
 
 
 # -- saves in memory --------------------------------------------------------------------------------------------------
@@ -133,11 +135,11 @@ def job(tmp_path: Path) -> Job:
 
 
 def find_resumed(folder: Path, memory: Path) -> tuple[str, str] | None:
-    """Return place and tag of the save that a load takes."""
+    """Return place and tag of the save that a load chooses."""
     with mock.patch("deepspeed_ucp.saves.launch.start_writer"):
-        found = find_in_memory(UniversalConfig(save=SaveOptions(memory=str(memory))), str(folder), None, Comm())
-    if found is not None:
-        return "memory", found.tag
+        listed = find_in_memory(UniversalConfig(save=SaveOptions(memory=str(memory))), str(folder), None, Comm())
+    if listed is not None:
+        return "memory", listed.tag
     tag = find_tag(str(folder), None, Comm())
     return None if tag is None else ("storage", tag)
 
@@ -152,7 +154,7 @@ HELD: dict[str, tuple[Any, Any, Any]] = {  # saves in memory, tags on storage, r
 
 
 @pytest.mark.parametrize("case", HELD)
-def test_saves_in_memory_are_listed_and_marked_as_a_load_takes_them(
+def test_list_marks_the_save_in_memory_or_storage_that_a_load_chooses(
     case: str, job: Job, tmp_path: Path, run_json: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, memory = tmp_path / "run", tmp_path / "memory"
@@ -162,8 +164,8 @@ def test_saves_in_memory_are_listed_and_marked_as_a_load_takes_them(
         (folder / "latest").write_text(tag)
     for tag, step, changes in held:
         make_save(job, str(folder), tag=tag, step=step, **changes)
-    code, found = run_json("list", folder, "--memory", memory)
-    rows = found["checkpoints"]
+    code, listed = run_json("list", folder, "--memory", memory)
+    rows = listed["checkpoints"]
     assert (code, [(each["place"], each["tag"], each["resume"]) for each in rows]) == (0, expected)
     ((place, tag),) = [(place, tag) for place, tag, resume in expected if resume]
     assert (place, tag) == find_resumed(folder, memory)
@@ -176,44 +178,42 @@ def test_saves_in_memory_are_listed_and_marked_as_a_load_takes_them(
     assert not (tmp_path / "absent").exists() and job.list_saves()
 
 
-def test_a_users_folder_in_memory_is_listed(job: Job, tmp_path: Path, run_json: Any) -> None:
+def test_saves_in_a_configured_memory_folder_are_listed(job: Job, tmp_path: Path, run_json: Any) -> None:
     root = os.path.dirname(job.folder)
     assert run_json("list", root)[0] == 2
     make_save(job, str(tmp_path / "run"), tag="a")
     make_save(job, str(tmp_path / "other"), tag="b")
-    code, found = run_json("list", root)
-    rows = {(each["tag"], each["memory"]["save_dir"], each["resume"]) for each in found["checkpoints"]}
+    code, listed = run_json("list", root)
+    rows = {(each["tag"], each["memory"]["save_dir"], each["resume"]) for each in listed["checkpoints"]}
     assert (code, rows) == (0, {("a", f"{tmp_path}/run", True), ("b", f"{tmp_path}/other", True)})
 
 
-def test_a_trainers_saves_in_memory_and_a_tags_own_folder(job: Job, tmp_path: Path, run_json: Any) -> None:
+def test_a_trainers_and_a_tags_folder_are_listed_with_memory(job: Job, tmp_path: Path, run_json: Any) -> None:
     make_save(job, str(tmp_path / "out" / "checkpoint-3"))
     for folder, tag, resumed in (
         ("out", f"checkpoint-3/{TAG}", False),
         ("out/checkpoint-3", TAG, True),
         (f"out/checkpoint-3/{TAG}", ".", True),
     ):
-        code, found = run_json("list", tmp_path / folder, "--memory", tmp_path / "memory")
-        rows = [(each["tag"], each["resume"]) for each in found["checkpoints"]]
+        code, listed = run_json("list", tmp_path / folder, "--memory", tmp_path / "memory")
+        rows = [(each["tag"], each["resume"]) for each in listed["checkpoints"]]
         assert (code, rows) == (0, [(tag, resumed)])
 
 
-def test_a_folder_in_memory_may_name_a_variable(
+def test_a_memory_folder_of_list_may_contain_a_variable(
     job: Job, tmp_path: Path, run_json: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As ``"save": {"memory": …}`` may."""
+    """``"save": {"memory": …}`` may contain one, too."""
     make_save(job, str(tmp_path / "run"))
     monkeypatch.setenv("HOME", str(tmp_path))
     for memory in ("~/memory", "$HOME/memory"):
         assert run_json("list", tmp_path / "run", "--memory", memory)[0] == 0
 
 
-def test_a_running_jobs_saves_are_listed_and_not_taken(
-    job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_running_jobs_saves_are_listed_unmarked(job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_save(job, str(tmp_path / "run"))
     with open(os.path.join(job.folder, "owner")) as owner:
-        fcntl.flock(owner, fcntl.LOCK_EX)  # as the process that saves holds it
+        fcntl.flock(owner, fcntl.LOCK_EX)  # like the process that saves
         assert main(["list", str(tmp_path / "run"), "--memory", str(tmp_path / "memory")]) == 0
     out = capsys.readouterr().out
     assert "its job is running" in out and out.splitlines()[0].endswith("a resume needs the folder of one")

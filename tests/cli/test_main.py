@@ -1,4 +1,4 @@
-"""``ds_ucp`` itself: errors, output, exit codes, and ``ds_ucp run``."""
+"""The ``ds_ucp`` program: errors, output, exit codes, and ``ds_ucp run``."""
 
 from __future__ import annotations
 
@@ -89,16 +89,16 @@ def script(tmp_path: Path) -> Path:
         ([], [], []),
     ],
 )
-def test_the_launchers_argument_is_split_off(argv: list[str], launcher: list[str], ours: list[str]) -> None:
+def test_the_launchers_local_rank_argument_is_removed(argv: list[str], launcher: list[str], ours: list[str]) -> None:
     assert split_launcher_arguments(argv) == (launcher, ours)
 
 
 @pytest.mark.parametrize("first", [["--local_rank=1", "run", "{}"], ["--local_rank=1", "run", "-m", "train"]], ids=str)
 @pytest.mark.parametrize("arguments", [["--lr", "1e-3"], ["-m", "--help", "--"]], ids=str)
-def test_a_script_runs_as_under_python_with_the_plugin_on(
+def test_run_executes_a_script_like_python_with_the_plugin_on(
     first: list[str], arguments: list[str], script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or a module; arguments after it belong to it."""
+    """It executes a module, too. Arguments after the script are passed to it."""
     if "-m" in first:
         monkeypatch.syspath_prepend(tmp_path)
     out = tmp_path / "out.json"
@@ -109,7 +109,7 @@ def test_a_script_runs_as_under_python_with_the_plugin_on(
     ]
 
 
-def test_exit_codes_and_errors_of_a_script_are_passed_on(tmp_path: Path) -> None:
+def test_run_passes_on_exit_codes_and_errors_of_a_script(tmp_path: Path) -> None:
     for code, kind in (
         ("raise SystemExit(3)", SystemExit),
         ("1 / 0", ZeroDivisionError),
@@ -121,7 +121,7 @@ def test_exit_codes_and_errors_of_a_script_are_passed_on(tmp_path: Path) -> None
         assert getattr(end.value, "code", 3) == 3
 
 
-def test_a_missing_script_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_of_a_missing_script_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith(f"ds_ucp run: {tmp_path}: a folder without __main__.py (in ")
     assert main(["run", "nofile.py"]) == 2
@@ -129,7 +129,7 @@ def test_a_missing_script_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("argv", [[], ["run"], ["--local_rank=0"], ["fly", "x.py"]], ids=str)
-def test_a_wrong_command_line_shows_the_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_command_line_shows_the_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(argv)
     assert end.value.code == 2
@@ -137,7 +137,7 @@ def test_a_wrong_command_line_shows_the_usage(argv: list[str], capsys: pytest.Ca
     assert "usage: ds_ucp" in err and "ARGS" not in err
 
 
-def test_secrets_are_not_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_print_no_secrets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "options.json").write_text('{"secret": "hunter2"')
     invalid = "--config: a JSON object or a file with one is needed: Expecting ',' delimiter: line 1 column 21"
     for line, message in (
@@ -165,7 +165,7 @@ def configure(section: object, *sizes: Any, world: float = 4) -> SimpleNamespace
     return config
 
 
-def test_options_of_a_run_reach_every_engine(
+def test_options_of_run_apply_to_every_engine(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert configure("silent").ucp_config is None
@@ -198,8 +198,10 @@ PRESERVE = {"preserve_batch_size": True}
         (True, (63, 4, 4), "train_batch_size 63 cannot be made by 4"),
         (PRESERVE, (64, 4, 2), (64, 4, 4)),
         (PRESERVE, (62, 4, 2), "62"),
-        (PRESERVE, (72, 4, 2, 4.0), (72, 3, 6)),  # sequence parallelism makes the world a float
-        *((True, (invalid, 4, 2), (invalid, 4, 2)) for invalid in ("auto", 0, -1, 2.5)),  # DeepSpeed reports these
+        (PRESERVE, (72, 4, 2, 4.0), (72, 3, 6)),  # under sequence parallelism the world is a float
+        *(
+            (True, (invalid, 4, 2), (invalid, 4, 2)) for invalid in ("auto", 0, -1, 2.5)
+        ),  # DeepSpeed reports invalid sizes
     ],
 )
 def test_batch_sizes_are_refused_or_changed(section: object, sizes: Any, expected: Any, caplog: Any) -> None:
@@ -255,7 +257,7 @@ def test_help_groups_the_commands_and_names_the_version(capsys: pytest.CaptureFi
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
-def test_errors_are_lines_and_exit_codes(
+def test_each_kind_of_error_has_a_line_and_an_exit_code(
     error: BaseException, code: int, printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     replace_inspect(monkeypatch, side_effect=error)
@@ -299,13 +301,13 @@ FULL = b"ds_ucp: error: the output cannot be written: No space left on device\n"
 @pytest.mark.parametrize(
     ("redirect", "code", "stderr"), [(">&-", 1, b"done True\n"), (">&- 2>&-", 1, b""), (">/dev/full", 2, FULL)]
 )
-def test_a_closed_or_full_stdout(redirect: str, code: int, stderr: bytes) -> None:
-    """The descriptor of a closed one is not given to a file that is opened later, which would be overwritten."""
+def test_a_closed_or_full_stdout_has_its_exit_code(redirect: str, code: int, stderr: bytes) -> None:
+    """A file that is opened later does not get the closed descriptor; output would overwrite it."""
     done = run_python(PRINTING, redirect=redirect)
     assert (done.returncode, done.stdout, done.stderr) == (code, b"", stderr)
 
 
-def test_a_closed_pipe_is_no_error() -> None:
+def test_a_closed_output_pipe_is_no_error() -> None:
     code = PRINTING.replace("= run\n", "= lambda options: emit(options, {}, ['line'] * 100000) or 0\n")
     done = run_python(code, redirect="| head -1; echo ${PIPESTATUS[0]}")
     assert (done.stdout, done.stderr) == (b"line\n141\n", b"")
@@ -314,7 +316,7 @@ def test_a_closed_pipe_is_no_error() -> None:
 @pytest.mark.parametrize(
     ("encoding", "shown"), [("ascii", rb"1 \u2192 2 \u2026 \xfc"), ("utf-8", "1 → 2 … ü".encode())]
 )
-def test_signs_that_an_encoding_lacks_are_escaped(encoding: str, shown: bytes) -> None:
+def test_characters_that_an_encoding_lacks_are_escaped(encoding: str, shown: bytes) -> None:
     done = run_python(PRINTING, encoding=encoding)
     assert (done.returncode, done.stdout) == (1, shown + b"\n"), done.stderr
     done = run_python(PRINTING, "--json", encoding=encoding)
@@ -333,7 +335,7 @@ sys.exit(main(["inspect", "x"]))
 """
 
 
-def test_an_interrupt_while_modules_are_imported_is_no_traceback() -> None:
+def test_an_interrupt_during_imports_prints_no_traceback() -> None:
     done = run_python(INTERRUPTED)
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"ds_ucp: interrupted\n")
 
@@ -341,7 +343,7 @@ def test_an_interrupt_while_modules_are_imported_is_no_traceback() -> None:
 READING = (["list"], ["inspect"], ["verify"], ["convert"], ["diff", "{}"], ["plan", "--target", "dp=2"])
 
 
-def test_a_destination_may_stand_behind_options() -> None:
+def test_a_destination_may_follow_options() -> None:
     for line in ("convert a --also b c", "convert a c --also b", "convert --also b a c"):
         options = dispatch._parse(line.split())
         assert (options.source, options.also, options.destination) == ("a", ["b"], "c"), line
@@ -373,7 +375,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
-def test_a_missing_further_place_is_a_warning(
+def test_a_missing_place_of_also_is_a_warning(
     command: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([command, str(saved), "--also", str(tmp_path / "nowhere")]) == 0
@@ -384,7 +386,7 @@ def test_a_missing_further_place_is_a_warning(
     "line", ["inspect {0} -q", "plan {0} --target dp=3,zero=3 -q", "export {0} {1} --dtype bf16", "verify {0}", ""]
 )
 def test_commands_need_neither_torch_nor_deepspeed(line: str, saved: Path, tmp_path: Path) -> None:
-    """The parser of all commands, which `--help` builds, does not even need numpy."""
+    """The parser of all commands, which `--help` builds, does not need numpy, either."""
     code = "import sys\nfrom deepspeed_ucp.cli.dispatch import build_parser, main\nbuild_parser()\n"
     code += "code = main(sys.argv[1:]) if sys.argv[1:] else 'numpy' in sys.modules\n"
     code += "sys.exit(code or ' '.join(sorted({'torch', 'deepspeed', 'matplotlib', 'mpi4py'} & set(sys.modules))) or 0)"
@@ -392,7 +394,7 @@ def test_commands_need_neither_torch_nor_deepspeed(line: str, saved: Path, tmp_p
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_no_line_of_an_error_can_be_forged(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_newlines_in_errors_are_escaped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     name = "a\nFAULT forged\x1b[2J\u202e"
     replace_inspect(monkeypatch, side_effect=CheckpointError(f"{name} is damaged.", "second line"))
     main(["inspect", "x"])
@@ -406,7 +408,7 @@ def test_no_line_of_an_error_can_be_forged(monkeypatch: pytest.MonkeyPatch, caps
 HOSTILE = "a\nFAULT [forged] all is lost\x1b[2J\u202e"
 
 
-def test_no_name_in_a_checkpoint_can_forge_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_newlines_in_checkpoints_are_escaped_in_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = Model((Param(HOSTILE, (4, 3)), Param("b", (3,))), buffers={f"{HOSTILE} b": torch.ones(2)})
     tags = []
     for seed in (0, 1):
@@ -432,9 +434,7 @@ def test_no_name_in_a_checkpoint_can_forge_a_line(tmp_path: Path, capsys: pytest
         assert not re.search("^ *FAULT|[^ -~\n…→×≠Δ·]", shown.out + shown.err, re.MULTILINE), argv
 
 
-def test_the_library_s_warnings_are_short_lines(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_warnings_are_printed_as_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def run(options: Namespace) -> int:
         logging.getLogger("deepspeed_ucp").info("not this")
         logging.getLogger("deepspeed_ucp").warning("%d files", 3)
@@ -452,7 +452,7 @@ def test_the_library_s_warnings_are_short_lines(
 
 @pytest.mark.parametrize("key", ["RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"])
 def test_only_rank_0_prints(key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """RANK counts only beside LOCAL_RANK: clusters set it for containers, in which users type commands."""
+    """RANK is used only with LOCAL_RANK: clusters set RANK for containers in which users type commands."""
     for rank, local in (("1", "0"), ("0", "0"), ("3", "")):
         monkeypatch.setenv(key, rank)
         monkeypatch.setenv("LOCAL_RANK", local) if local else monkeypatch.delenv("LOCAL_RANK")
@@ -460,7 +460,7 @@ def test_only_rank_0_prints(key: str, monkeypatch: pytest.MonkeyPatch, capsys: p
         assert capsys.readouterr().out == ("text\n" if rank == "0" or (key == "RANK" and not local) else "")
 
 
-def test_json_is_strict(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_has_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
     data = {"a": float("nan"), 3: (1, None), "inf": [float("-inf")], "set": {"y", "x"}, "path": Path("/x"), "t": True}
     plain = {"a": "nan", "3": [1, None], "inf": ["-inf"], "set": ["x", "y"], "path": "/x", "t": True}
     emit(Namespace(json=True), data, ())
@@ -480,14 +480,14 @@ def test_numbers_are_formatted(write: Callable[[float], str], cases: dict[float,
     assert {value: write(value) for value in cases} == cases
 
 
-def test_a_bar_needs_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_progress_bar_is_shown_only_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with show_progress(Namespace(quiet=False, json=False), 10, "work") as add:
         add(10)
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("line", ["inspect", "verify", "diff", "convert", "export"])
-def test_an_option_that_one_rank_cannot_read_fails_on_all(
+def test_an_option_that_one_rank_cannot_read_is_an_error_on_all_ranks(
     line: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> tuple[()]:
@@ -508,7 +508,7 @@ def test_an_option_that_one_rank_cannot_read_fails_on_all(
     assert [type(each) for each in found] == [ConfigError] * 2
 
 
-def test_rules_are_a_family_a_file_or_json(tmp_path: Path) -> None:
+def test_the_patterns_option_is_a_family_a_file_or_json(tmp_path: Path) -> None:
     (tmp_path / "rules.yaml").write_text("- {match: a, pattern: shard-v}")
     assert read_rules(Namespace(patterns=None)) == ()
     assert read_rules(Namespace(patterns="megatron-gpt"))[0].name == "family megatron-gpt"
@@ -530,7 +530,9 @@ def test_rules_are_a_family_a_file_or_json(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_misspelt_name_gets_a_suggestion(line: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_name_in_a_command_line_gets_a_suggestion(
+    line: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(line)
     assert ended.value.code == 2
@@ -546,7 +548,7 @@ def test_a_misspelt_name_gets_a_suggestion(line: list[str], message: str, capsys
         (_parse_time, {"8h": 28800, "30m": 1800, "1h30m": 5400, "2.5s": 2.5, "1d": 86400, "0.5h1s": 1801}),
     ],
 )
-def test_numbers_have_units(parse: Callable[[str], float], values: dict[str, float]) -> None:
+def test_numbers_in_options_may_have_units(parse: Callable[[str], float], values: dict[str, float]) -> None:
     assert {text: parse(text) for text in values} == values
 
 

@@ -1,4 +1,4 @@
-"""``ds_ucp plan``: options and JSON, also for a trillion parameters."""
+"""``ds_ucp plan``: options, JSON, and a trillion parameters."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ def _plan(run_json: Plan) -> Plan:
     return lambda folder, target, *options: run_json("plan", folder, "--target", target, *options)
 
 
-def test_a_checkpoint_at_another_topology(folder: Path, plan: Plan) -> None:
-    code, found = plan(folder, "dp=3,zero=3", "--read-gbs", "2")
+def test_plan_describes_a_checkpoint_in_another_topology(folder: Path, plan: Plan) -> None:
+    code, result = plan(folder, "dp=3,zero=3", "--read-gbs", "2")
     numel = sum(param.numel for param in MODEL.params)
-    assert (code, found["possible"], found["loader"], found["state"]) == (0, True, "deepspeed_ucp", 12 * numel)
-    assert found["checkpoint"] == sum(file.stat().st_size for file in folder.glob("*/*.pt"))
-    assert found["read_per_rank"] == -(-found["read"] // 3)
-    assert found["seconds"]["load"] == pytest.approx(found["read"] / 2e9)
-    assert found["batch"]["train"] == 48
+    assert (code, result["possible"], result["loader"], result["state"]) == (0, True, "deepspeed_ucp", 12 * numel)
+    assert result["checkpoint"] == sum(file.stat().st_size for file in folder.glob("*/*.pt"))
+    assert result["read_per_rank"] == -(-result["read"] // 3)
+    assert result["seconds"]["load"] == pytest.approx(result["read"] / 2e9)
+    assert result["batch"]["train"] == 48
     assert plan(folder, "sp=2,zero=3", "--ranks", "12")[1]["degrees"]["dp"] == 6
     assert plan(folder, "dp=5,zero=1", "--train-batch-size", "50")[0] == 0
     for target in ("dp=4", "dp=6,zero=2"):
-        code, found = plan(folder, target, *SAVES, "--ranks-per-node", "2")
-        assert (code, found["saves"]["size"]["total"]) == (0, 14 * numel)
-    code, found = plan(folder, "dp=5,zero=1", *SAVES)
-    assert code == 1 and "saves" not in found
+        code, result = plan(folder, target, *SAVES, "--ranks-per-node", "2")
+        assert (code, result["saves"]["size"]["total"]) == (0, 14 * numel)
+    code, result = plan(folder, "dp=5,zero=1", *SAVES)
+    assert code == 1 and "saves" not in result
     next(folder.glob("*/*optim_states.pt")).write_bytes(b"PK")
-    code, found = plan(folder, "dp=3")
-    assert code == 2 and "no zip directory" in found["error"]
+    code, result = plan(folder, "dp=3")
+    assert code == 2 and "no zip directory" in result["error"]
 
 
 # -- a trillion parameters --------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ WRITERS = Topology(1, 4, "bf16", tp=8, pp=16)
 
 @pytest.fixture(name="trillion", scope="module")
 def _trillion() -> Iterator[Path]:
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # disks take long to remove sparse files
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # disks remove sparse files slowly
     with tempfile.TemporaryDirectory(prefix="trillion-", dir=memory) as folder:
         yield write_gpt(Path(folder), make_gpt(LAYERS, HIDDEN, VOCABULARY), WRITERS)
 
@@ -72,19 +72,19 @@ def test_torch_reads_sparse_files(tmp_path: Path) -> None:
     with torch.device("meta"):
         weight = torch.empty(1000, 30)
     save_sparse({"a": weight, "b": weight[2:4], "step": torch.tensor(7.0)}, tmp_path / "x.pt")
-    found = torch.load(tmp_path / "x.pt")
-    assert (found["a"].shape, found["step"].item()) == ((1000, 30), 7.0)
-    assert found["b"].untyped_storage().data_ptr() == found["a"].untyped_storage().data_ptr()
+    result = torch.load(tmp_path / "x.pt")
+    assert (result["a"].shape, result["step"].item()) == ((1000, 30), 7.0)
+    assert result["b"].untyped_storage().data_ptr() == result["a"].untyped_storage().data_ptr()
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("target", ["dp=384,zero=3", "tp=8,pp=48,dp=2"])
-def test_the_papers_largest_checkpoint_takes_fifty_seconds(trillion: Path, plan: Plan, target: str) -> None:
-    code, found = plan(trillion, target, "--read-gbs", "273", "--patterns", "megatron-gpt")
-    assert code == 0, found["obstacles"]
+def test_a_plan_of_a_trillion_parameters_takes_at_most_fifty_seconds(trillion: Path, plan: Plan, target: str) -> None:
+    code, result = plan(trillion, target, "--read-gbs", "273", "--patterns", "megatron-gpt")
+    assert code == 0, result["obstacles"]
     parameters = LAYERS * (12 * HIDDEN**2 + 13 * HIDDEN)
-    assert found["checkpoint"] == pytest.approx(13.8e12, rel=0.002)
-    assert 12 * parameters < found["state"] < 12.1 * parameters  # masters and two states, no 16-bit copies
-    assert 1 <= found["read"] / found["state"] < 1.002  # the last stage's embedding lies in records that are needed
-    assert found["seconds"]["load"] == pytest.approx(12 / 14 * 50.5, rel=0.005)
+    assert result["checkpoint"] == pytest.approx(13.8e12, rel=0.002)
+    assert 12 * parameters < result["state"] < 12.1 * parameters  # masters and two states, no 16-bit copies
+    assert 1 <= result["read"] / result["state"] < 1.002  # needed records contain the last stage's embedding
+    assert result["seconds"]["load"] == pytest.approx(12 / 14 * 50.5, rel=0.005)
     assert sum(file.stat().st_blocks for file in trillion.rglob("*.pt")) * 512 < 200 << 20

@@ -21,12 +21,12 @@ OPTIM = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A ZeRO-1 checkpoint of three ranks: its tag's folder."""
+    """The tag's folder of a ZeRO-1 checkpoint of three ranks."""
     return write_sample(tmp_path, Topology(1, 3))
 
 
 @needs_mpi
-def test_ranks_of_mpirun_share_the_files(folder: Path) -> None:
+def test_ranks_of_mpirun_share_the_files_of_verify(folder: Path) -> None:
     flip_largest(folder / OPTIM.format(1))
     result = run_mpi(2, ["-m", "deepspeed_ucp", "verify", str(folder), "--json"])
     assert result.returncode != 0
@@ -35,8 +35,8 @@ def test_ranks_of_mpirun_share_the_files(folder: Path) -> None:
     assert found["read"] == found["nbytes"]
 
 
-def test_the_first_place_names_the_tag_for_all_places(folder: Path, tmp_path: Path) -> None:
-    """The folder of a tag stands for this tag under any name."""
+def test_verify_uses_the_tag_of_the_first_place_in_all_places(folder: Path, tmp_path: Path) -> None:
+    """A tag's folder may have any name in a further place."""
     there = tmp_path / "there"
     copy = there / folder.name
     shutil.copytree(folder, copy)

@@ -20,7 +20,7 @@ TOPOLOGY = Topology(1, 2, precision="bf16")
 
 
 def write_source(root: Path, seed: int = 0, topology: Topology = TOPOLOGY) -> Path:
-    """A checkpoint in ``root``: its tag's folder. Tensor parallelism cuts the rows of the matrix."""
+    """Write a checkpoint below ``root``; return its tag's folder. Tensor parallelism cuts the rows of the matrix."""
     state = random_state(MODEL, seed, precision=topology.precision)
     return write_checkpoint(root, MODEL, state, topology, run=Run(client_state={"epoch": seed}), cut=_cut)
 
@@ -32,12 +32,12 @@ def _cut(_name: str, tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
 def convert(
     source: Path, destination: Path | None = None, *, overwrite: bool = False, workers: int = 1, patterns: Any = None
 ) -> OutputReport:
-    """One process; one worker does everything in the same order each time."""
+    """Convert in one process; one worker writes in a fixed order."""
     options = ConvertOptions(workers=workers, overwrite=overwrite)
     to = str(destination) if destination else None
     return convert_checkpoint(str(source), to, patterns=patterns, options=options)
 
 
 def read_bytes(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder."""
+    """Read every file below a folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

@@ -1,4 +1,4 @@
-"""One rank of a real launch (tests/convert/test_mpi.py): converts in small ranges; may fail alone, or with all."""
+"""One rank of a real launch (tests/convert/test_mpi.py): it converts in small ranges; one or all ranks may fail."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.conversion import convert_checkpoint
 
 
 def use_small_ranges(monkeypatch: pytest.MonkeyPatch, size: int = 4096) -> None:
-    """Atoms above ``size`` bytes are written in several ranges, smaller ones bundled to that size."""
+    """Write atoms above ``size`` bytes in several ranges, and bundle smaller ones to that size."""
     monkeypatch.setattr(conversion, "ALIGNMENT", size)
     monkeypatch.setattr(full_tensors, "ALIGNMENT", size)
 

@@ -1,4 +1,4 @@
-"""Conversions and exports that are killed or run out of room: no incomplete output, and the next run succeeds."""
+"""Conversions and exports that are killed or fill the disk leave no incomplete output, and the next run succeeds."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ LATEST = "latest_universal"
 @pytest.fixture(autouse=True)
 def _small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_ranges(monkeypatch)
-    # tests/io/test_staging.py tests it; here it would wait for all other writes of the machine.
+    # tests/io/test_staging.py tests it. Here it would wait for all other writes of the machine.
     monkeypatch.setattr("deepspeed_ucp.io.staging.sync_tree", lambda _folder: None)
     monkeypatch.setattr(os, "fsync", lambda _fd: None)
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A root with one checkpoint in it."""
+    """A root folder with one checkpoint."""
     root = tmp_path_factory.mktemp("source")
     write_source(root)
     return root
@@ -49,7 +49,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place(source: Path, tmp_path: Path) -> Callable[[object], Path]:
-    """Make a fresh copy of the root from hard links, so that writes change all copies."""
+    """Return a function that copies the root with hard links, through which a write would change all copies."""
     return lambda name: Path(shutil.copytree(source, tmp_path / str(name), copy_function=os.link))
 
 
@@ -65,7 +65,7 @@ by_writer = pytest.mark.parametrize("writer", WRITERS)
 
 @pytest.fixture(scope="module")
 def expected(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The files of a conversion that was not disturbed."""
+    """The files of an uninterrupted conversion."""
     return make_reference(source, tmp_path_factory.mktemp("reference"))
 
 
@@ -75,7 +75,7 @@ def make_reference(source: Path, folder: Path, write: Callable[..., object] = co
 
 
 def check_half_way(root: Path, expected: dict[str, bytes]) -> None:
-    """No output, or the whole of it."""
+    """Check that there is no output, or the complete one."""
     if (root / DST).exists():
         assert read_bytes(root / DST) == expected
     if (root / LATEST).exists():
@@ -92,10 +92,10 @@ def check_done(root: Path, source: Path, expected: dict[str, bytes], latest: str
 
 @pytest.mark.parametrize("failure", ["between", "torn", "full"])
 @by_writer
-def test_a_failure_at_any_call(
+def test_the_same_command_succeeds_after_a_failure_at_any_call(
     writer: str, failure: str, source: Path, place: Callable[[object], Path], tmp_path: Path
 ) -> None:
-    """Killed between or within calls, or no room from a call on; the same command succeeds afterwards."""
+    """It is killed between or within calls, or the disk is full from a call on."""
     write, latest = WRITERS[writer], LATEST if writer == "convert" else ""
     before, expected, root = read_bytes(source), make_reference(source, tmp_path, write), place("dry")
     is_torn, errors = failure == "torn", list[str]()
@@ -104,7 +104,7 @@ def test_a_failure_at_any_call(
     chosen = calls[:: stride(3 if is_torn else 13) if writer == "convert" else 1]
     for at in chosen:
         root = place(at)
-        if writer == "export" and at % 2:  # replaces an earlier one
+        if writer == "export" and at % 2:  # it replaces an earlier export
             write(root)
         if failure == "full":
             try:
@@ -125,8 +125,10 @@ def test_a_failure_at_any_call(
     assert read_bytes(source) == before
 
 
-def test_killed_at_any_time_with_many_workers(source: Path, place: Callable[[object], Path], expected: Any) -> None:
-    """Until it gets through, each attempt a little longer."""
+def test_a_conversion_with_many_workers_completes_after_kills_at_any_time(
+    source: Path, place: Callable[[object], Path], expected: Any
+) -> None:
+    """Each attempt is killed slightly later, until one completes."""
     root, delays = place("root"), random.Random(0)
     for attempt in range(200):
         child = os.fork()
@@ -144,7 +146,7 @@ def test_killed_at_any_time_with_many_workers(source: Path, place: Callable[[obj
 
 
 def test_an_interrupt_leaves_no_files(source: Path, place: Callable[[object], Path], expected: Any) -> None:
-    """The lock is released, too."""
+    """It also releases the lock."""
     root = place("root")
     half = len(list_calls(lambda: convert(place("dry")))) // 2
 
@@ -153,7 +155,7 @@ def test_an_interrupt_leaves_no_files(source: Path, place: Callable[[object], Pa
             os.kill(os.getpid(), signal.SIGINT)
 
     def work() -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let background jobs ignore it
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # in background jobs of shells SIGINT is ignored
         with pytest.raises(KeyboardInterrupt), intercept(interrupt):
             convert(root)
 
@@ -167,7 +169,7 @@ def test_an_interrupt_leaves_no_files(source: Path, place: Callable[[object], Pa
 def test_the_folder_of_a_killed_attempt_is_removed(
     overwrite: bool, source: Path, place: Callable[[object], Path], expected: Any, tmp_path: Path
 ) -> None:
-    """Also if the tag was saved again in the meantime, or if the earlier output is reused."""
+    """It is removed even if the tag was saved again, or if the earlier output is reused."""
     root = place("root")
     if overwrite:
         convert(root)
@@ -187,8 +189,8 @@ def test_the_folder_of_a_killed_attempt_is_removed(
 # -- disk full --------------------------------------------------------------------------------------------------------
 
 
-def test_a_limit_of_the_kernel(source: Path, place: Callable[[object], Path], tmp_path: Path) -> None:
-    """RLIMIT_FSIZE limits all writes, whatever the call."""
+def test_the_kernels_file_size_limit_is_an_error(source: Path, place: Callable[[object], Path], tmp_path: Path) -> None:
+    """RLIMIT_FSIZE limits writes by all calls."""
     root = place("root")
 
     def work(limit: int) -> None:
@@ -245,12 +247,12 @@ RIGHT = {"pattern": "shard-v"}
 
 
 def make_rules(kind: dict[str, Any]) -> dict[str, Any]:
-    """Two patterns that give the same shapes, and other bytes."""
+    """Make rules with one of two patterns that give equal shapes and different bytes."""
     return {"rules": [{"match": r"layer\.weight", **kind}, {"match": ".*(bias|norm.weight)", "pattern": "replicate"}]}
 
 
 def test_an_output_by_other_patterns_is_not_reused(tmp_path: Path) -> None:
-    """The user has corrected a rule."""
+    """For example, the user has corrected a rule."""
     write_source(tmp_path, topology=replace(TOPOLOGY, tp=2))
     convert(tmp_path, patterns=make_rules(WRONG))
     with pytest.raises(StorageError, match="--overwrite"):
@@ -263,7 +265,7 @@ def test_an_output_by_other_patterns_is_not_reused(tmp_path: Path) -> None:
 
 
 def test_a_save_converted_in_place_is_never_replaced(place: Callable[[object], Path], source: Path) -> None:
-    """Upstream's script can do so: the folder looks atomic, and is the only copy of the run."""
+    """Upstream's script can convert in place: the folder looks atomic and is the only copy of the run."""
     root = place("root")
     other = root / "other"
     shutil.copytree(source / "global_step3", other)

@@ -34,7 +34,7 @@ from tests.support.conversion import convert_checkpoint
 from tests.support.damage import flip_bit, write_checksums
 from tests.support.ranks import run_ranks
 from tests.support.reshard import examples, temporary_folder
-from tests.support.reshard3d import Held, draw_state, make_pipeline, make_plain, open_held, rules_of, trips
+from tests.support.reshard3d import SavedRun, draw_state, make_pipeline, make_plain, open_run, rules_of, trips
 from tests.support.wholes import check_atoms
 from tests.synth import Model, Param, Run, Topology, random_state, write_checkpoint
 
@@ -42,33 +42,32 @@ OPTIONS = ConvertOptions(workers=2)
 MODEL = Model((Param("a", (7, 3)), Param("b", (5,), group=1)))
 
 
-def make_source(tp: int = 1, topology: Topology | None = None, seed: int = 0) -> Held:
+def make_source(tp: int = 1, topology: Topology | None = None, seed: int = 0) -> SavedRun:
     kinds = ("norm", "row", "qkv", "column", "gate_up", "word")
     return draw_state(make_plain(kinds, frozen=("qkv",)), topology or Topology(1, 2, "bf16", tp=tp), seed)
 
 
-def convert(index: AtomicIndex, held: Held, to: Path, comm: Comm | None = None, **options: Any) -> Any:
+def convert(index: AtomicIndex, saved_run: SavedRun, to: Path, comm: Comm | None = None, **options: Any) -> Any:
     chosen = ConvertOptions(**{"workers": 2, **options})
     source = os.path.dirname(index.state_file)
-    return convert_index(index, source, str(to), comm or Comm(), chosen, rules=rules_of(held))
+    return convert_index(index, source, str(to), comm or Comm(), chosen, rules=rules_of(saved_run))
 
 
 @given(trip=trips(), nodes=st.integers(1, 3))
 @examples(60)
-def test_what_is_written_is_the_state(trip: Any, nodes: int) -> None:
-    """The output has all atoms and all state of the run."""
-    held = trip.source
+def test_a_conversion_contains_the_state_of_the_run(trip: Any, nodes: int) -> None:
+    saved_run = trip.source
     with temporary_folder() as folder:
         source, to = folder / "tag", folder / "tag_universal"
-        index = open_held(held, source)
+        index = open_run(saved_run, source)
         before = read_bytes(source)
-        report = run_ranks(nodes, lambda rank, comm: convert(index, held, to, comm))[0]
+        report = run_ranks(nodes, lambda rank, comm: convert(index, saved_run, to, comm))[0]
         assert read_bytes(source) == before
         again = open_checkpoint(str(to), Comm())
         wholes = assemble_full_tensors(again)
         with AtomReader(again) as reader:
-            assert check_atoms(reader, wholes.tensors, held, None) > 0
-        assert report.tensors == len(wholes.tensors) == len(assemble_full_tensors(index, rules_of(held)).tensors)
+            assert check_atoms(reader, wholes.tensors, saved_run, None) > 0
+        assert report.tensors == len(wholes.tensors) == len(assemble_full_tensors(index, rules_of(saved_run)).tensors)
         for field in ("scalars", "scalar_dtypes", "aliases", "buffers", "counters", "scaler", "clip_grad", "hints"):
             assert getattr(again, field) == getattr(index, field), field
         assert [(g.members, g.hyper) for g in again.groups] == [(g.members, g.hyper) for g in index.groups]
@@ -80,30 +79,30 @@ def test_what_is_written_is_the_state(trip: Any, nodes: int) -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_the_same_bytes_by_any_nodes_and_workers(tmp_path: Path, tp: int) -> None:
-    held = make_source(tp)
-    index = open_held(held, tmp_path / "tag")
+def test_any_numbers_of_nodes_and_workers_write_the_same_bytes(tmp_path: Path, tp: int) -> None:
+    saved_run = make_source(tp)
+    index = open_run(saved_run, tmp_path / "tag")
     found = []
     for number, (nodes, workers) in enumerate(((1, 1), (1, 5), (3, 1), (2, 4))):
         to = tmp_path / f"out{number}" / "tag_universal"
-        run_ranks(nodes, lambda rank, comm, to=to, w=workers: convert(index, held, to, comm, workers=w))
+        run_ranks(nodes, lambda rank, comm, to=to, w=workers: convert(index, saved_run, to, comm, workers=w))
         found.append(read_bytes(to))
     assert len(found[0]) > 10
     assert all(each == found[0] for each in found)
 
 
 def test_torch_loads_the_files(tmp_path: Path) -> None:
-    held = make_source(2)
+    saved_run = make_source(2)
     to = tmp_path / "out"
-    convert(open_held(held, tmp_path / "tag"), held, to)
+    convert(open_run(saved_run, tmp_path / "tag"), saved_run, to)
     saved = torch.load(to / "zero/body.row/exp_avg.pt", weights_only=True)
     assert saved["cat_dim"] == 1
-    assert torch.equal(saved["param"], held.state.atoms["body.row"]["exp_avg"])
+    assert torch.equal(saved["param"], saved_run.state.atoms["body.row"]["exp_avg"])
     word = torch.load(to / "zero/body.word/fp32.pt", weights_only=True)
     assert word["vocab_tensor"] is True
-    assert torch.equal(word["param"], held.state.atoms["body.word"]["fp32"][:11]), "upstream sees no padding"
+    assert torch.equal(word["param"], saved_run.state.atoms["body.word"]["fp32"][:11]), "upstream sees no padding"
     step = torch.load(to / "zero/body.row/step.pt", weights_only=True)
-    assert torch.equal(torch.as_tensor(step), torch.as_tensor(held.state.scalars["body.row"]["step"]))
+    assert torch.equal(torch.as_tensor(step), torch.as_tensor(saved_run.state.scalars["body.row"]["step"]))
 
 
 def convert_tag(folder: Path, tag: str = "tag", to: str | None = None, **options: Any) -> Any:
@@ -127,8 +126,8 @@ def test_an_output_of_the_same_source_is_reused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("way", ["overwrite", "refresh"])
 @pytest.mark.parametrize("change", ["another tag", "saved again", "saved again without checksums", "atomic source"])
-def test_an_output_of_another_source_is_replaced_only_if_asked(tmp_path: Path, change: str, way: str) -> None:
-    """By content: also if sizes agree and no checksum differs, by the time of the last change."""
+def test_an_output_of_another_source_is_replaced_only_with_overwrite(tmp_path: Path, change: str, way: str) -> None:
+    """The source may differ by content, or, without checksums, only by modification time."""
     with write_checksums("without" not in change):
         first, second = "tag0", "tag1" if change in ("another tag", "atomic source") else "tag0"
         make_source(seed=0).write(tmp_path / first)
@@ -148,7 +147,7 @@ def test_an_output_of_another_source_is_replaced_only_if_asked(tmp_path: Path, c
     assert read_bytes(tmp_path / "out") == read_bytes(tmp_path / "fresh") != before
 
 
-def test_latest_is_left_alone_if_asked(tmp_path: Path) -> None:
+def test_an_option_keeps_latest_unchanged(tmp_path: Path) -> None:
     make_source().write(tmp_path / "tag")
     convert_tag(tmp_path, latest=False)
     assert not (tmp_path / "latest_universal").exists()
@@ -156,13 +155,13 @@ def test_latest_is_left_alone_if_asked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_damaged_source_leaves_no_files(tmp_path: Path, nodes: int) -> None:
-    held = make_source(2)
-    index = open_held(held, tmp_path / "tag")
+    saved_run = make_source(2)
+    index = open_run(saved_run, tmp_path / "tag")
     flip_bit(index, "body.row", MASTER)
 
     def work(rank: int, comm: Any) -> str:
         with pytest.raises(CheckpointError, match="CRC32") as caught:
-            convert(index, held, tmp_path / "out", comm)
+            convert(index, saved_run, tmp_path / "out", comm)
         return str(caught.value)
 
     assert len(set(run_ranks(nodes, work))) == 1
@@ -186,7 +185,7 @@ ONE_PATH = "folder for each parameter.* another file or folder"
     ],
     ids=lambda each: ascii(each)[:20],
 )
-def test_names_of_parameters_as_paths(names: tuple[str, ...], text: str) -> None:
+def test_names_of_parameters_that_are_invalid_paths_are_refused(names: tuple[str, ...], text: str) -> None:
     paths = [f"zero/{name}/{file}.pt" for name in names for file in ("fp32", "step")]
     with pytest.raises(UnsupportedError, match=text) if text else nullcontext():
         check_paths(paths)
@@ -201,7 +200,7 @@ def test_a_refused_conversion_leaves_no_files(name: str, tmp_path: Path) -> None
     assert not (tmp_path / "out").exists()
 
 
-def test_ranges_must_make_up_the_file() -> None:
+def test_ranges_of_a_file_must_cover_it() -> None:
     class Fake:
         path = "x.pt"
 
@@ -218,20 +217,20 @@ def test_ranges_must_make_up_the_file() -> None:
 
 
 def test_tensors_that_upstream_cannot_cut_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    held = draw_state(make_plain(("norm", "row", "hybrid4")), Topology(1, 1, tp=4))
-    convert(open_held(held, tmp_path / "tag"), held, tmp_path / "out")
-    (told,) = [record.getMessage() for record in caplog.records if "load_universal" in record.getMessage()]
-    assert "body.hybrid4" in told and "body.row" not in told
+    saved_run = draw_state(make_plain(("norm", "row", "hybrid4")), Topology(1, 1, tp=4))
+    convert(open_run(saved_run, tmp_path / "tag"), saved_run, tmp_path / "out")
+    (warning,) = [record.getMessage() for record in caplog.records if "load_universal" in record.getMessage()]
+    assert "body.hybrid4" in warning and "body.row" not in warning
 
 
-def test_a_failed_node_stops_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise they would keep writing useless files."""
-    held = make_source(2)
-    index = open_held(held, tmp_path / "tag")
+def test_a_failed_node_stops_other_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise they would continue to write useless files."""
+    saved_run = make_source(2)
+    index = open_run(saved_run, tmp_path / "tag")
     turns, batches = count(), []
 
     def fail_first(*args: Any, **kwargs: Any) -> AtomReader:
-        if next(turns) == 0:  # turns are taken in rank order: the first has failed before the second begins
+        if next(turns) == 0:  # ranks run in order: the first fails before the second begins
             raise CheckpointError("broken")
         return AtomReader(*args, **kwargs)
 
@@ -239,21 +238,21 @@ def test_a_failed_node_stops_the_others(tmp_path: Path, monkeypatch: pytest.Monk
 
     def work(rank: int, comm: Any) -> str:
         with pytest.raises(CheckpointError) as caught:
-            convert(index, held, tmp_path / "out", comm, bar=lambda _: nullcontext(batches.append))
+            convert(index, saved_run, tmp_path / "out", comm, bar=lambda _: nullcontext(batches.append))
         return str(caught.value)
 
     assert set(run_ranks(2, work)) == {"[rank 0] broken"}
     assert not batches
     monkeypatch.undo()
-    run_ranks(2, lambda rank, comm: convert(index, held, tmp_path / "out", comm))
+    run_ranks(2, lambda rank, comm: convert(index, saved_run, tmp_path / "out", comm))
     assert not list((tmp_path / "out").glob(".*"))
 
 
 def test_nodes_need_the_same_destination(tmp_path: Path) -> None:
-    held = make_source()
-    index = open_held(held, tmp_path / "tag")
+    saved_run = make_source()
+    index = open_run(saved_run, tmp_path / "tag")
     with pytest.raises(StorageError, match="is not here; rank 0 has made it"):
-        run_ranks(2, lambda rank, comm: convert(index, held, tmp_path / f"host{rank}" / "out", comm))
+        run_ranks(2, lambda rank, comm: convert(index, saved_run, tmp_path / f"host{rank}" / "out", comm))
     assert not list(tmp_path.glob("host*/out"))
 
 
@@ -269,10 +268,10 @@ def test_hyper_parameters_that_are_objects_are_a_warning(tmp_path: Path, caplog:
     assert "hyper-parameters that are objects are not kept: schedule" in caplog.text
 
 
-def test_dropped_states_of_modules_and_ranks_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Extra states in layer files, and the client states of other data-parallel ranks under ZeRO 3."""
-    held = draw_state(make_pipeline([["column"], ["row", "norm"]], tied=False), Topology(1, 1, pp=2))
-    held.write(tmp_path / "pipeline")
+def test_dropped_states_of_modules_and_ranks_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """These are extra states in layer files, and client states of other data-parallel ranks under ZeRO 3."""
+    saved_run = draw_state(make_pipeline([["column"], ["row", "norm"]], tied=False), Topology(1, 1, pp=2))
+    saved_run.write(tmp_path / "pipeline")
     for number in (0, 1):
         path = tmp_path / f"pipeline/layer_{number:02d}-model_states.pt"
         torch.save({**torch.load(path), "norm._extra_state": {"scale": torch.ones(2)}}, path)
@@ -313,19 +312,21 @@ def test_files_of_the_source_may_be_in_several_places(stage: int, tmp_path: Path
     assert one == two
 
 
-def test_uncut_states_are_refused_and_idle_rules_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    held = make_source()
-    index = open_held(held, tmp_path / "tag")
+def test_states_that_are_not_element_wise_are_refused_and_unused_rules_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved_run = make_source()
+    index = open_run(saved_run, tmp_path / "tag")
     odd = replace(index, irregular={AtomKey("body.row", "row"): "shape (9,)"})
     with pytest.raises(UnsupportedError, match="The weights alone can be had with `ds_ucp export`"):
-        convert(odd, held, tmp_path / "out")
-    rules = (*rules_of(held), *from_config([{"match": "nothing", "pattern": "replicate"}]))
+        convert(odd, saved_run, tmp_path / "out")
+    rules = (*rules_of(saved_run), *from_config([{"match": "nothing", "pattern": "replicate"}]))
     convert_index(index, str(tmp_path / "tag"), str(tmp_path / "out"), Comm(), OPTIONS, rules=rules)
     assert "rules that match no parameter: " in caplog.text and "nothing" in caplog.text
 
 
-def test_names_of_a_stage_0_source_belong_to_the_output(tmp_path: Path) -> None:
-    """The same files under other names are another checkpoint."""
+def test_a_conversion_with_other_stage_0_names_is_not_reused(tmp_path: Path) -> None:
+    """The same files with other names are another checkpoint."""
     model = Model((Param("q", (3, 2)), Param("k", (3, 2))))
     state = random_state(model, 0, precision="fp32", topology=Topology(0, 1))
     tag, to = str(write_checkpoint(tmp_path, model, state, Topology(0, 1), tag="tag")), str(tmp_path / "out")
@@ -347,7 +348,7 @@ def test_an_unverified_output_is_not_reused_for_a_verified_one(tmp_path: Path) -
         convert_tag(tmp_path)
 
 
-def test_overwriting_replaces_damaged_files_and_keeps_foreign_ones(tmp_path: Path) -> None:
+def test_overwrite_replaces_damaged_files_and_keeps_foreign_ones(tmp_path: Path) -> None:
     make_source().write(tmp_path / "tag")
     to = Path(convert_tag(tmp_path).destination)
     before = read_bytes(to)
@@ -362,8 +363,8 @@ def test_overwriting_replaces_damaged_files_and_keeps_foreign_ones(tmp_path: Pat
     assert (to / "notes.txt").read_text() == "mine"
 
 
-def test_all_ranks_convert_the_tag_of_rank_0(tmp_path: Path) -> None:
-    """Although a save ends before the others ask."""
+def test_all_ranks_convert_the_tag_that_rank_0_has_read(tmp_path: Path) -> None:
+    """A save completes before the other ranks read ``latest``."""
     for tag in ("tag1", "tag2"):
         make_source().write(tmp_path / tag)
     (tmp_path / "latest").write_text("tag1")
@@ -377,6 +378,6 @@ def test_all_ranks_convert_the_tag_of_rank_0(tmp_path: Path) -> None:
 
 
 def test_names_of_scalars_are_checked_as_paths(tmp_path: Path) -> None:
-    index = replace(open_held(make_source(), tmp_path / "tag"), scalars={ParamKey("../../evil"): {"step": 5}})
+    index = replace(open_run(make_source(), tmp_path / "tag"), scalars={ParamKey("../../evil"): {"step": 5}})
     with pytest.raises(UnsupportedError, match="evil"):
         check_paths(list_steps(index))

@@ -1,4 +1,4 @@
-"""Conversions by the ranks of mpirun and torchrun: the same bytes as by one process; one rank's failure ends all."""
+"""Conversions by ranks of mpirun and torchrun: bytes equal one process's; one rank's failure ends all ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_two_ranks_of_mpirun_write_the_same_bytes(source: Path, expected: dict[s
     assert read_bytes(tmp_path / "dst") == expected
 
 
-@pytest.mark.exhaustive  # the ranks of torchrun are tested with `comm`
+@pytest.mark.exhaustive  # `tests/test_comm.py` tests ranks of torchrun
 def test_two_ranks_of_torchrun_write_the_same_bytes(source: Path, expected: dict[str, bytes], tmp_path: Path) -> None:
     for code, _out, err in run_torch(2, [CONVERTING, str(source), str(tmp_path / "dst"), ""]):
         assert code == 0, err
@@ -51,7 +51,7 @@ def test_two_ranks_of_torchrun_write_the_same_bytes(source: Path, expected: dict
         lambda row: row[0],
     ),
 )
-def test_one_ranks_failure_ends_all_with_one_message(
+def test_one_ranks_failure_ends_a_conversion_with_one_message(
     failure: str, message: str, source: Path, expected: dict[str, bytes], tmp_path: Path
 ) -> None:
     done = run_mpi(2, [CONVERTING, str(source), str(tmp_path / "dst"), failure])

@@ -1,4 +1,4 @@
-"""Files without atoms: client state, and the entries of optimizer_state.pt for upstream's loaders."""
+"""Files without atoms: client state, and entries of optimizer_state.pt for upstream's loaders."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Progress:
 
 
 def make_client():
-    """Client state of a careful training script."""
+    """Make the client state of a training script."""
     rng, best = torch.get_rng_state()[:100], {"loss": np.float64(0.25), "at": (1, 2)}
     ring = [1]
     ring.append(ring)
@@ -126,7 +126,7 @@ def found(request, tmp_path_factory):
     return convert(tmp_path_factory.mktemp("states"), request.param, clip_grad=0.75)
 
 
-def test_the_client_state_comes_back(found):
+def test_the_client_state_is_converted(found):
     assert list(found.new) == list(found.old)
     emptied = {"frozen_param_fragments": None, "module": {}, "optimizer": None}
     assert {key: found.new[key] for key in emptied} == emptied
@@ -136,7 +136,7 @@ def test_the_client_state_comes_back(found):
     assert found.new["progress"].best is found.new["best"]
 
 
-def test_files_sizes_and_checksums(found):
+def test_state_files_are_listed_with_sizes_and_checksums(found):
     assert [*found.files] == [STATE_FILE, MODEL_STATES_ZERO3, OPTIMIZER_STATE]
     for name, file in found.files.items():
         header = read_header(str(found.out / name))
@@ -144,12 +144,12 @@ def test_files_sizes_and_checksums(found):
         assert file.size < 60_000, "the model's tensors (360 kB) stay out"
     assert os.path.samefile(found.out / STATE_FILE, found.out / MODEL_STATES_ZERO3)
     first = [(found.out / name).read_bytes() for name in found.files]
-    write_states(found.index, str(found.out))  # as after a conversion that was killed
+    write_states(found.index, str(found.out))  # like after a killed conversion
     assert [(found.out / name).read_bytes() for name in found.files] == first
 
 
-def test_the_optimizers_common_state(found):
-    hyper = ({}, {}) if found.topology.keeps_lean_states else GROUPS  # elastic checkpoints keep none
+def test_optimizer_state_pt_has_groups_and_scalars(found):
+    hyper = ({}, {}) if found.topology.keeps_lean_states else GROUPS  # elastic checkpoints have no hyper-parameters
     expected = [{**group, "params": [i]} for i, group in enumerate(hyper)]
     written = found.optimizer
     assert written["param_groups"] == expected
@@ -161,21 +161,21 @@ def test_the_optimizers_common_state(found):
 
 
 def fake(**fields):
-    """A live optimizer, before a load."""
+    """Make a live optimizer before a load."""
     return SimpleNamespace(
         loss_scaler="live", dynamic_loss_scale="live", overflow="live", clip_grad=0.5, compute_grad_norm=True, **fields
     )
 
 
-def test_upstreams_loaders_take_it(found):
-    """The parts of the loaders that read the top of the file, as they are."""
+def test_upstreams_loaders_accept_optimizer_state_pt(found):
+    """The test runs upstream's code that reads the top level of the file."""
     written, topology = found.optimizer, found.topology
     zero12, zero3 = fake(partition_gradients=False), fake()
     DeepSpeedZeroOptimizer._load_global_state(zero12, written)
     DeepSpeedZeroOptimizer_Stage3._load_global_state_stage3(zero3, written)
     assert zero12.clip_grad == (0.5 if topology.kind in ("raw", "unfused") or topology.stage == 3 else 0.75)
     for live in (zero12, zero3):
-        if topology.kind in ("raw", "bf16"):  # no scaler was saved
+        if topology.kind in ("raw", "bf16"):  # without a saved scaler
             assert live.loss_scaler == "live"
         elif topology.precision == "fp16":
             assert type(live.loss_scaler) is DynamicLossScaler
@@ -187,14 +187,14 @@ def test_upstreams_loaders_take_it(found):
 
 
 @pytest.mark.parametrize("wrapper", ["fused", "unfused"])
-def test_saved_fields_of_a_scaler_become_deepspeeds_object(wrapper, tmp_path):
+def test_saved_fields_of_a_loss_scaler_become_deepspeeds_object(wrapper, tmp_path):
     config = Topology(0, 1, "fp16", wrapper).ds_config()
     config["fp16"] |= {"hysteresis": 4, "min_loss_scale": 8, "consecutive_hysteresis": True}
     written = convert(tmp_path / "fp16", Topology(0, 1, "fp16", wrapper), ds_config=config).optimizer
-    made = vars(written["loss_scaler"])
+    fields = vars(written["loss_scaler"])
     real = vars(DynamicLossScaler(2.0**16, 1000, min_scale=8, delayed_shift=4, consecutive_hysteresis=True))
-    assert {**made, "cur_iter": 0, "last_overflow_iter": -1} == {**real, "cur_iter": 0, "last_overflow_iter": -1}
-    assert made["cur_iter"] == 3
+    assert {**fields, "cur_iter": 0, "last_overflow_iter": -1} == {**real, "cur_iter": 0, "last_overflow_iter": -1}
+    assert fields["cur_iter"] == 3
     static = convert(tmp_path / "bf16", Topology(0, 1, "bf16", "unfused")).optimizer["loss_scaler"]
     assert vars(static) == vars(LossScaler(1.0))
 
@@ -202,7 +202,7 @@ def test_saved_fields_of_a_scaler_become_deepspeeds_object(wrapper, tmp_path):
 @pytest.mark.parametrize(
     "topology", [Topology(1, 2, pp=2), Topology(0, 2, "bf16", "bf16", pp=2)], ids=lambda t: t.label
 )
-def test_a_pipeline(topology, tmp_path):
+def test_state_files_of_a_pipeline_are_converted(topology, tmp_path):
     found = convert(tmp_path, topology, PIPELINE)
     assert found.new["module"] is None
     assert found.old["mp_world_size"] == 2
@@ -212,8 +212,8 @@ def test_a_pipeline(topology, tmp_path):
 
 
 @pytest.mark.parametrize("topology", [Topology(0), Topology(1, 2), Topology(3, 2)], ids=lambda t: t.label)
-def test_extra_states_of_modules_stay(topology, tmp_path):
-    """`torch.nn.Module.get_extra_state`: objects of any kind among the model's tensors."""
+def test_extra_states_of_modules_are_converted(topology, tmp_path):
+    """`torch.nn.Module.get_extra_state` may return any object."""
     extra = {"layer._extra_state": {"amax": torch.arange(4.0), "recipe": Progress(1, {})}, "_extra_state": None}
     run = Run(nest=lambda module: {**module, **extra})
     path = write_checkpoint(tmp_path / "src", MODEL, random_state(MODEL, 0, precision="fp32"), topology, run=run)
@@ -221,7 +221,7 @@ def test_extra_states_of_modules_stay(topology, tmp_path):
     assert_same(extra, torch.load(tmp_path / STATE_FILE, weights_only=False)["module"])
 
 
-def test_an_atomic_source_gives_the_same_files(found, tmp_path):
+def test_an_atomic_source_gives_equal_state_files(found, tmp_path):
     index = replace(
         found.index,
         state_file=str(found.out / STATE_FILE),
@@ -243,8 +243,8 @@ def test_an_atomic_source_gives_the_same_files(found, tmp_path):
     ],
     ids=["number", "in the groups", "objects"],
 )
-def test_forms_of_steps_and_hyper_parameters(scalars, hyper, topology, legacy, tmp_path):
-    """Objects are copied from the source's groups."""
+def test_steps_and_hyper_parameters_of_all_forms_are_converted(scalars, hyper, topology, legacy, tmp_path):
+    """Objects in the source's groups are copied."""
     state = random_state(MODEL, 0, step=None)
     groups = tuple({**group, **hyper} for group in GROUPS)
     state = type(state)(state.atoms, dict.fromkeys(("a", "b", "big"), scalars) if scalars else {}, groups)
@@ -254,7 +254,7 @@ def test_forms_of_steps_and_hyper_parameters(scalars, hyper, topology, legacy, t
     assert [{key: group[key] for key in hyper} for group in written["param_groups"]] == [hyper, hyper]
 
 
-def test_a_second_copy_without_hard_links(tmp_path, monkeypatch):
+def test_state_files_are_copied_if_hard_links_fail(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "link", Mock(side_effect=PermissionError(1, "Operation not permitted")))
     found = convert(tmp_path, Topology(3, 2))
     assert not os.path.samefile(found.out / STATE_FILE, found.out / MODEL_STATES_ZERO3)
@@ -276,8 +276,8 @@ def test_damaged_client_tensors_and_a_full_disk_are_errors(tmp_path, monkeypatch
         write_states(index, str(tmp_path))
 
 
-def test_a_source_without_an_optimizer(tmp_path):
-    """Stage 0, saved before the first step, by a release that wrote no version."""
+def test_a_source_without_optimizer_states_is_converted(tmp_path):
+    """It is of stage 0, before the first step, by a release that wrote no version."""
     files = build_files(MODEL, random_state(MODEL, 0, states=(), step=None), Topology(0))
     for content in files.values():
         del content["ds_version"]

@@ -30,7 +30,7 @@ def wait_for(path: Path) -> None:
 
 
 class Gated(Dataset[torch.Tensor]):
-    """Samples; from ``closed`` on they wait for the gate's file."""
+    """Samples of which those from ``closed`` on wait for the gate's file."""
 
     def __init__(self, gate: Path, closed: int) -> None:
         self.gate, self.closed = gate, closed
@@ -74,11 +74,11 @@ def main() -> None:
         engine.backward(engine(sample).square().mean())
         engine.step()
 
-    ours, theirs = multiprocessing.get_context("fork").Pipe()
-    multiprocessing.get_context("fork").Process(target=answer, args=(theirs,), daemon=True).start()
+    receiver, sender = multiprocessing.get_context("fork").Pipe()
+    multiprocessing.get_context("fork").Process(target=answer, args=(sender,), daemon=True).start()
     program = subprocess.Popen(["sleep", "600"])
     training: Any = DataLoader(Gated(folder / "train", 2), 1, num_workers=2, persistent_workers=True)
-    # Still there when the interpreter ends.
+    # This reference lives until the interpreter exits.
     globals()["batches"] = batches = iter(training)
     step(next(batches))
     step(next(batches))
@@ -95,12 +95,12 @@ def main() -> None:
         else:
             report("waits")
     report("program", program.wait())
-    ours.send(1)
-    report("helper", ours.recv())
+    receiver.send(1)
+    report("helper", receiver.recv())
     report("trains", os.getpid())
     for sample in batches:
-        ours.send(engine.global_steps)
-        assert ours.recv() == engine.global_steps + 1
+        receiver.send(engine.global_steps)
+        assert receiver.recv() == engine.global_steps + 1
         step(sample)
     report("ended")
 

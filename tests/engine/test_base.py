@@ -1,4 +1,4 @@
-"""The common part of all targets."""
+"""The base class of all targets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.reshard import FakeTarget
 from tests.synth import Model, Param, Topology
 
 
-def test_names_dtypes_and_memory() -> None:
+def test_a_target_reports_names_dtypes_and_memory() -> None:
     assert strip_compiled("_orig_mod.layer._orig_mod.weight") == "layer.weight"
     assert dtype_name(torch.bfloat16) == "bfloat16"
     tensor = torch.zeros(2, 3, requires_grad=True)
@@ -30,7 +30,7 @@ def test_names_dtypes_and_memory() -> None:
 
 
 def test_prefetched_partitions_are_released() -> None:
-    """The load fills the file on NVMe; a partition in memory would hide it, and is never written back."""
+    """The load fills the file on NVMe. A partition in memory would replace it and is never written back."""
     target = FakeTarget(Model((Param("a", (2, 3)), Param("b", (4,)))), Topology(3), 0)
     released: list[Any] = []
     for status, param in zip(("AVAILABLE", "NOT_AVAILABLE"), target.params.values(), strict=True):
@@ -58,7 +58,7 @@ class Copies(TorchDispatchMode):
 
 
 def test_masters_are_copied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy to a GPU needs memory for the conversion of a piece, not of a partition."""
+    """A copy to a GPU needs memory for the conversion of one piece instead of a partition."""
     flat, master = torch.zeros(22, dtype=torch.bfloat16), torch.arange(11.0)
     target: Any = Zero12Target.__new__(Zero12Target)
     target.wrapper = "zero12"
@@ -85,7 +85,7 @@ def test_copies_on_accelerators_are_gathered_by_deepspeed(monkeypatch: pytest.Mo
     assert (whole is flat, part.storage_offset(), part.numel(), group) == (True, 3, 3, "group")
 
 
-def test_the_degree_of_zero_3_for_inference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_partitioning_degree_of_zero_3_for_inference(monkeypatch: pytest.MonkeyPatch) -> None:
     target: Any = OffloadOnlyTarget.__new__(OffloadOnlyTarget)
     target.wrapped = SimpleNamespace(dp_process_group="group")
     monkeypatch.setattr(engines.ds_comm, "get_world_size", lambda group: {"group": 2}[group])

@@ -62,7 +62,7 @@ def test_state_that_no_load_restores_is_refused(engine: Any, words: tuple[str, .
         assert word in str(caught.value)
 
 
-def test_an_unknown_layout() -> None:
+def test_an_engine_of_an_unknown_layout_is_refused() -> None:
     with pytest.raises(UnknownLayoutError):
         open_target(make_engine(SimpleNamespace()))
 
@@ -108,8 +108,8 @@ def test_a_curriculum_sampler_is_listed_unless_it_is_followed(tmp_path: Path) ->
     assert list_unsaved(engine) == []
 
 
-def test_secondary_copies_of_frozen_parameters_are_dropped_too() -> None:
-    """DeepSpeed's ``invalidate_secondary_tensor`` drops only those of trained parameters."""
+def test_secondary_copies_of_frozen_parameters_are_dropped() -> None:
+    """DeepSpeed's ``invalidate_secondary_tensor`` drops only secondary copies of trained parameters."""
     target = FakeTarget(Model((Param("a", (2, 3)), Param("frozen", (4,), frozen=True))), Topology(3), 0)
     for param in target.params.values():
         param.ds_secondary_tensor = torch.ones(2)

@@ -22,7 +22,7 @@ OPTIONS = {"model": "bulk", "scheduler": True}
 SOURCES = [Case(stage, 3, precision) for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16")]
 TARGETS = {0: Case(1, 2), 1: Case(3, 2), 2: Case(0, 2), 3: Case(2, 2)}
 
-# Loads of one engine, in this order: weights alone while its optimizer is fresh, then states after a training step, to
+# Loads of one engine, in this order: only weights while its optimizer is fresh, then states after a training step, to
 # see the states that an argument keeps.
 ARGUMENTS: dict[str, Load] = {
     "load_module_only": Load("", {"load_module_only": True}),
@@ -39,7 +39,7 @@ def target_of(source: Case) -> Case:
 
 
 def load(engines: Engines, target: Case, *loads: Load, **options: Any) -> list[Outcome]:
-    """Load by the plugin, into one engine."""
+    """Load with the plugin into one engine."""
     outcomes = engines.load(target, *loads, read_before=True, **options)
     for outcome in outcomes:
         assert not outcome.errors, outcome.errors[0]
@@ -48,13 +48,15 @@ def load(engines: Engines, target: Case, *loads: Load, **options: Any) -> list[O
 
 
 @pytest.mark.parametrize("source", params([SOURCES[at] for at in (0, 3, 6)], SOURCES, str))
-def test_arguments(source: Case, engines: Engines, tmp_path: Path, subtests: pytest.Subtests) -> None:
-    """Each wrapper in one precision, compared with DeepSpeed's load without the plugin."""
+def test_arguments_have_the_same_effect_as_in_deepspeeds_load(
+    source: Case, engines: Engines, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    """Each wrapper is tested in one precision."""
     saved = engines.saved(source, **OPTIONS)
     loads = [Load(str(saved.folder), each.arguments, before=each.before) for each in ARGUMENTS.values()]
     empty, *ours = load(engines, target_of(source), Load(str(tmp_path)), *loads, **OPTIONS)
     theirs = engines.load(source, *loads, plugin=False, **OPTIONS)
-    assert (empty.ranks[0].path, empty.ranks[0].client_state) == (None, None)  # as without the plugin
+    assert (empty.ranks[0].path, empty.ranks[0].client_state) == (None, None)  # like DeepSpeed's load
     assert empty.state.counters["global_steps"] == 0
     for called, outcome, other in zip(ARGUMENTS, ours, theirs, strict=True):
         with subtests.test(called=called):
@@ -66,28 +68,28 @@ def test_arguments(source: Case, engines: Engines, tmp_path: Path, subtests: pyt
                 check_weights(outcome.ranks[0], saved.state)
 
 
-def check_answers(ours: Local, theirs: Local) -> None:
+def check_answers(live: Local, upstream: Local) -> None:
     """Compare return values, counters and scheduler."""
-    assert ours.path == theirs.path
-    assert ours.client_state is not None and theirs.client_state is not None
+    assert live.path == upstream.path
+    assert live.client_state is not None and upstream.client_state is not None
     # DeepSpeed returns these tensors, too; the plugin does not read them a second time.
     tensors = {"optimizer", "frozen_param_fragments"}
-    assert sorted(ours.client_state.keys() - tensors) == sorted(theirs.client_state.keys() - tensors)
+    assert sorted(live.client_state.keys() - tensors) == sorted(upstream.client_state.keys() - tensors)
     for key in ("deepspeed_ucp_testing", "lr_scheduler", "ds_version", "global_samples"):
-        assert ours.client_state.get(key) == theirs.client_state.get(key)
-    assert ours.state.counters == theirs.state.counters
-    assert ours.state.scheduler == theirs.state.scheduler
+        assert live.client_state.get(key) == upstream.client_state.get(key)
+    assert live.state.counters == upstream.state.counters
+    assert live.state.scheduler == upstream.state.scheduler
 
 
 def check_values(found: CapturedEngine, saved: CapturedEngine, renamed: str = "") -> None:
-    """Check that weights are saved ones, and masters agree with them."""
+    """Check that weights equal the saved ones and agree with their masters."""
     for name, state in found.parameters.items():
         assert state.value.equal(saved.parameters[name.replace(renamed, "last.") if renamed else name].value)
         assert state.fp32 is not None and state.fp32.to(state.value.dtype).equal(state.value)
 
 
 def check_weights(local: Local, saved: CapturedEngine) -> None:
-    """The weights are saved ones; moments and hyper-parameters are unchanged."""
+    """Check that weights equal the saved ones, and that moments and hyper-parameters are unchanged."""
     check_values(local.state, saved)
     for name, state in local.state.parameters.items():
         assert all(not tensor.any() for tensor in state.tensors.values())
@@ -95,17 +97,21 @@ def check_weights(local: Local, saved: CapturedEngine) -> None:
 
 
 def check_bytes(ranks: Any) -> None:
-    """Every byte is read once, except a few elements of padding between partitions."""
+    """Check that every byte is read once, except a few elements of padding between partitions."""
     assert 0 < ranks[0].state_bytes == ranks[1].state_bytes
     assert sum(rank.bytes_read for rank in ranks) <= 1.02 * ranks[0].state_bytes
 
 
-def test_what_deepspeeds_own_load_would_lose_in_the_same_topology(engines: Engines) -> None:
-    """At stage 0 in 16 bit: masters in a load of the weights alone, and the live hyper-parameters, if requested."""
+def test_the_plugin_keeps_state_that_deepspeeds_load_would_lose(engines: Engines) -> None:
+    """At stage 0 in 16 bit: masters in a load of only weights, and live hyper-parameters if requested."""
     case = Case(0, 2, "bf16").on(param_groups="live")
     saved = engines.saved(Case(0, 3, "bf16"), **OPTIONS)
-    folder, own = str(saved.folder), find_checkpoint(str(saved.folder))
-    loads = [Load(folder, ARGUMENTS[WEIGHTS[1]].arguments), Load(own, {WEIGHTS[0]: True}, before=1), Load(own)]
+    folder, tag_folder = str(saved.folder), find_checkpoint(str(saved.folder))
+    loads = [
+        Load(folder, ARGUMENTS[WEIGHTS[1]].arguments),
+        Load(tag_folder, {WEIGHTS[0]: True}, before=1),
+        Load(tag_folder),
+    ]
     outcomes = load(engines, case, *loads, **OPTIONS, optimizer="adam_like_fused")
     weights, module, whole = (outcome.ranks[0] for outcome in outcomes)
     assert "load_optimizer_states" in weights.reason and "load_module_only" in module.reason
@@ -114,15 +120,15 @@ def test_what_deepspeeds_own_load_would_lose_in_the_same_topology(engines: Engin
     for name, before in saved.state.parameters.items():
         state = whole.state.parameters[name]
         assert state.fp32.equal(before.fp32)
-        assert state.hyper["lr"] == before.hyper["lr"]  # the scheduler's
+        assert state.hyper["lr"] == before.hyper["lr"]  # the value of the scheduler
         assert state.hyper["betas"] == (0.9, 0.999) != before.hyper["betas"]
     (warning,) = whole.list_messages("WARNING", "hyper-parameters")
     assert "saved: betas (0.8, 0.95) → (0.9, 0.999); this run's are kept" in warning
 
 
 @pytest.mark.parametrize("target", [Case(0, 2, "bf16"), Case(1, 2, "bf16")], ids=str)
-def test_edited_hyper_parameters_are_told_whoever_loads(target: Case, engines: Engines) -> None:
-    """Both loaders warn once, not about a rate that a scheduler changed, and not about equal values."""
+def test_both_loaders_warn_about_edited_hyper_parameters(target: Case, engines: Engines) -> None:
+    """Each warns once, but not about a rate that a scheduler changed, nor about equal values."""
     folder = str(engines.saved(Case(0, 3, "bf16"), **OPTIONS).folder)
     outcomes = engines.load(target, Load(folder), Load(folder, before=1), **OPTIONS, optimizer="adam_like_fused")
     assert [outcome.ranks[0].direct for outcome in outcomes] == [target.stage == 1] * 2
@@ -133,8 +139,7 @@ def test_edited_hyper_parameters_are_told_whoever_loads(target: Case, engines: E
 
 
 @pytest.mark.parametrize("source", params([Case(3, 3)], [Case(1, 3)], str))
-def test_tag(source: Case, engines: Engines) -> None:
-    """Two saves in one folder: the tag chooses, `latest` does without one."""
+def test_the_tag_argument_selects_a_save_and_latest_is_the_default(source: Case, engines: Engines) -> None:
     folder = str(engines.save(source, steps=[1, 1], **SMALL).folder)
     tags = {None: 2, "global_step1": 1, "global_step2": 2}
     loads = [Load(folder, {"tag": tag} if tag else {}) for tag in tags]
@@ -142,8 +147,8 @@ def test_tag(source: Case, engines: Engines) -> None:
         assert outcome.state.counters["global_steps"] == steps
         assert f"global_step{steps}" in str(outcome.ranks[0].path)
     if source.stage == 3:  # DeepSpeed's ZeRO 3 loads the weights of `latest` for any tag (DeepSpeed issue 8499)
-        asked = [{"tag": "global_step1"}, {}, {"tag": "global_step1", "load_optimizer_states": False}]
-        found = engines.load(source, *(Load(folder, arguments) for arguments in asked), **SMALL)
+        calls = [{"tag": "global_step1"}, {}, {"tag": "global_step1", "load_optimizer_states": False}]
+        found = engines.load(source, *(Load(folder, arguments) for arguments in calls), **SMALL)
         earlier, latest, weights = (outcome.state.parameters for outcome in found)
         assert all(local.direct for local in found[-1].ranks)
         for name, state in weights.items():
@@ -161,8 +166,8 @@ OTHERS: dict[str, tuple[str, str, list[Case], Case, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_another_model(name: str, engines: Engines) -> None:
-    """Parameters of one side alone are skipped; frozen and thawed ones take their weight."""
+def test_a_lenient_load_into_another_model(name: str, engines: Engines) -> None:
+    """Parameters that only one side has are skipped. Frozen and thawed parameters restore their weight."""
     model, live, sources, target, arguments = OTHERS[name]
     runs = [engines.saved(source, **{**SMALL, "model": model}) for source in sources]
     loads = [Load(str(run.folder), arguments) for run in runs]
@@ -178,8 +183,8 @@ def load_renamed(src: dict[str, Any], dst: Any) -> None:
 
 
 @pytest.mark.parametrize("source", params([Case(1, 3, "bf16")], [Case(0, 3), Case(2, 3)], str))
-def test_custom_load_fn(source: Case, engines: Engines) -> None:
-    """It receives the saved state dict and the module, and may rename."""
+def test_custom_load_fn_gets_the_saved_state_dict_and_the_module(source: Case, engines: Engines) -> None:
+    """It may rename keys."""
     saved = engines.saved(source, **SMALL)
     loads = [
         Load(str(saved.folder), {**ARGUMENTS[called].arguments, "custom_load_fn": load_renamed}) for called in WEIGHTS
@@ -208,7 +213,7 @@ HELPERS = {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True
 
 
 @pytest.mark.parametrize("source", params([Case(0, 3)], [Case(1, 3), Case(3, 3)], str))
-def test_random_ltd_and_data_sampler(source: Case, tmp_path: Path, engines: Engines) -> None:
+def test_states_of_random_ltd_and_the_data_sampler_are_restored(source: Case, tmp_path: Path, engines: Engines) -> None:
     target, folder = target_of(source).but(config=HELPERS).on(), str(tmp_path / "checkpoint")
     config = source.but(config=HELPERS).ds_config
     saved = engines.get(source).run(train_with_helpers, config, folder, load=False)[0]
@@ -218,7 +223,7 @@ def test_random_ltd_and_data_sampler(source: Case, tmp_path: Path, engines: Engi
 
 
 def train_with_helpers(ds_config: dict[str, Any], folder: str, *, load: bool) -> dict[str, Any]:
-    """Save or load with a random-LTD scheduler and a data sampler. Returns their states at the end."""
+    """Save or load with a random-LTD scheduler and a data sampler. Return their states at the end."""
     engine = make_engine(ds_config, "plain")
     sampler = make_sampler(Path(f"{folder}_clusters"), dist.get_rank())
     engine.training_dataloader = SimpleNamespace(data_sampler=sampler)

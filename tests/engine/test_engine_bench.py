@@ -1,4 +1,4 @@
-"""The benchmark of saves, whole and tiny: every figure comes to something."""
+"""The complete benchmark of saves on tiny engines: it measures every figure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(os.environ.get("DS_ACCELERATOR") == "cuda", reas
 
 
 def call_there(call: bytes) -> Any:
-    """Run a function of the benchmarks' modules, which are no package."""
+    """Run a function of the benchmarks' modules, which are not in a package."""
     if str(BENCH) not in sys.path:
         sys.path.insert(0, str(BENCH))
     work, args, options = pickle.loads(call)
@@ -28,7 +28,7 @@ def call_there(call: bytes) -> Any:
 
 
 class BenchWorlds:
-    """Worlds whose ranks find the benchmarks' modules."""
+    """Worlds whose ranks can import the benchmarks' modules."""
 
     def __init__(self, worlds: WorldPool, ranks: int = 0) -> None:
         self.worlds, self.ranks = worlds, ranks
@@ -37,7 +37,7 @@ class BenchWorlds:
         return BenchWorlds(self.worlds, ranks)
 
     def close(self) -> None:
-        """Tiny engines may stay."""
+        """Do nothing: tiny engines may keep their memory."""
 
     def run(self, work: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
         return self.worlds.get(self.ranks).run(call_there, pickle.dumps((work, args, options)))
@@ -49,8 +49,8 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("saves")
 
 
-@pytest.mark.exhaustive  # no part of the package
-def test_every_way_to_save_and_to_resume_is_measured(bench: ModuleType, ucp_worlds: WorldPool, tmp_path: Path) -> None:
+@pytest.mark.exhaustive  # the benchmark is not part of the package
+def test_every_method_to_save_and_resume_is_measured(bench: ModuleType, ucp_worlds: WorldPool, tmp_path: Path) -> None:
     worlds, folder, memory = BenchWorlds(ucp_worlds), tmp_path / "disk", tmp_path / "memory"
     for each in (folder, memory):
         each.mkdir()

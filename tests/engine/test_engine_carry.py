@@ -1,4 +1,4 @@
-"""Carried state of an engine's saves: order of samples, random states, and saves after signals."""
+"""State that saves of an engine carry: order of samples and random states; and saves after signals."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def train(ds_config: dict[str, Any], folder: str, steps: int, *, seed: int, load
 
 
 def take(sampler: ElasticSampler, steps: int, share: int) -> Iterator[list[int]]:
-    """Yields this rank's samples of each step, epoch after epoch."""
+    """Yield this rank's samples of each step, epoch after epoch."""
     while True:
         batch: list[int] = []
         for sample in sampler:
@@ -81,19 +81,17 @@ def draw() -> list[float]:
 
 
 @pytest.mark.parametrize("stages", [(1, 2), (3, 0)], ids=str)
-def test_a_run_goes_on_with_its_samples_and_random_states(
-    stages: tuple[int, int], tmp_path: Path, ucp_worlds: WorldPool
-) -> None:
-    """Over saves of the same world, another stage and a third rank, and two ends of an epoch."""
+def test_a_resume_continues_samples_and_rng(stages: tuple[int, int], tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """The saves are from the same world, another stage and a third rank, and two ends of an epoch."""
     first, second = (Case(stage, 2).on().ds_config for stage in stages)
     plan = [(2, first, 3, False), (2, first, 2, True), (2, second, 2, True), (3, first, 4, True)]
     runs: list[list[Trained]] = [
         ucp_worlds.get(ranks).run(train, config, str(tmp_path), steps, seed=seed, load=load)
         for seed, (ranks, config, steps, load) in enumerate(plan, 1)
     ]
-    for tag in tmp_path.glob("global_step*"):  # carried state that differs between ranks is no sign of another save
+    for tag in tmp_path.glob("global_step*"):  # carried state may differ between ranks of one save
         findings = survey_checkpoint(str(tag), Comm()).findings
-        assert [each.text for each in findings if each.kind != "unnamed"] == []  # which stage 0 always has
+        assert [each.text for each in findings if each.kind != "unnamed"] == []  # stage 0 always has this finding
     for before, after in pairwise(runs):
         assert [each.begin for each in after[:2]] == [each.end for each in before]
     assert len({tuple(each.begin) for each in runs[-1]}) == 3
@@ -146,10 +144,10 @@ def signaled(case: Case) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("number", "steps", "code"), [(signal.SIGTERM, 2, 0), (signal.SIGUSR1, 5, None)], ids=["SIGTERM", "SIGUSR1"]
 )
-def test_a_signal_to_one_rank_is_a_save_of_all(
+def test_a_signal_to_one_rank_makes_all_ranks_save_once(
     number: int, steps: int, code: int | None, tmp_path: Path, ucp_worlds: WorldPool
 ) -> None:
-    """At the end of the current step, once; then the job ends, or continues."""
+    """They save at the end of the current step. The job then ends or continues."""
     work = train_until_signaled, signaled(Case(1, 2).on()), str(tmp_path), int(number)
     assert set(ucp_worlds.get(2).run(*work)) == {(steps, code)}
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["global_step2"]
@@ -158,16 +156,14 @@ def test_a_signal_to_one_rank_is_a_save_of_all(
 
 
 @pytest.mark.parametrize("when", ["save", "load"])
-def test_a_signal_in_a_save_or_load_is_a_save_after_the_next_step(
-    when: str, tmp_path: Path, ucp_worlds: WorldPool
-) -> None:
+def test_a_signal_in_a_save_or_load_makes_a_save_after_a_step(when: str, tmp_path: Path, ucp_worlds: WorldPool) -> None:
     work = train_until_signaled, signaled(Case(1, 2).on()), str(tmp_path), int(signal.SIGTERM), when
     assert set(ucp_worlds.get(2).run(*work)) == {(1, 0)}
     assert (tmp_path / "latest").read_text() == "global_step1"
 
 
 @pytest.mark.exhaustive
-def test_a_save_by_a_writer_of_its_own_is_whole_when_the_ranks_end(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+def test_a_save_by_a_decoupled_writer_is_complete_when_the_ranks_exit(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     writer = {"type": "python", "data_parallel": "replica", "decoupled": True}
     case = Case(3, 2, config={"checkpoint": {"universal": {"seal": True}, "writer": writer}})
     work = train_until_signaled, signaled(case), str(tmp_path), int(signal.SIGTERM)

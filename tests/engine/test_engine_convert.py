@@ -1,4 +1,4 @@
-"""Atomic checkpoints in live engines: conversions load under DeepSpeed's `load_universal` and under the plugin."""
+"""Atomic checkpoints in live engines: conversions load with DeepSpeed's `load_universal` and with the plugin."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ ROWS = [
 
 @dataclass(frozen=True)
 class OnByDefault(Case):
-    """A case whose ds_config sets `load_universal`, as a script has it that `ds_ucp run` starts."""
+    """A case whose ds_config sets `load_universal`, like a script that `ds_ucp run` starts."""
 
     @property
     def home(self) -> Any:
@@ -89,7 +89,7 @@ THEIRS = [Source(source, change=convert_upstream) for source in (BF16, Case(3, 2
 CHOSEN = [
     # Masters, states, 16-bit values, tied and frozen parameters, buffers, groups, scheduler, counters.
     (Case(3, 2), THEIRS),
-    # Frozen parameters, buffers and every group's hyper-parameters too, which DeepSpeed's loader drops.
+    # In addition frozen parameters, buffers and every group's hyper-parameters, which DeepSpeed's loader drops.
     (OnByDefault(1, 3), OURS),
     # The others are exhaustive.
     *product((Case(0, 1, "bf16"), Case(1, 3), Case(2, 3, "bf16"), Case(3, 1, "bf16")), [THEIRS]),
@@ -111,7 +111,7 @@ ATOMIC_ROUTES = [
 @pytest.mark.parametrize(
     ("source", "target"), params(ATOMIC_ROUTES[:1], ATOMIC_ROUTES, lambda row: "->".join(map(str, row)))
 )
-def test_a_launch_converts_then_loads_and_the_next_takes_what_is_there(
+def test_the_first_launch_converts_a_save_and_the_next_reuses_the_conversion(
     source: Case, target: Case, engines: Engines, tmp_path: Path
 ) -> None:
     saved = engines.saved(source, **MIXED)
@@ -128,7 +128,7 @@ def test_a_launch_converts_then_loads_and_the_next_takes_what_is_there(
     assert (saved.folder / "latest_universal").read_text() == manifest.parent.name
 
 
-def test_another_folder_for_what_a_launch_writes(engines: Engines, tmp_path: Path) -> None:
+def test_atomic_dir_is_the_folder_of_a_launchs_conversion(engines: Engines, tmp_path: Path) -> None:
     saved = engines.saved(Case(1, 2), **SMALL)
     before = list_files(saved.folder)
     case = Case(3, 3).on(mode="atomic", atomic_dir=str(tmp_path / "fast"))
@@ -148,8 +148,8 @@ def list_files(folder: Path) -> dict[str, tuple[int, int, int]]:
 
 TP2_PP2 = pipe(2, 2)
 WORDS = "language_model.embedding.word_embeddings.weight"
-FAMILIES = {"dense": "megatron-gpt", "padded": "megatron-gpt"}  # "llama" needs no rules
-ROUTES_3D = {  # the first target of each model is not exhaustive; all of a model have the same files
+FAMILIES = {"dense": "megatron-gpt", "padded": "megatron-gpt"}  # rules; "llama" needs none
+ROUTES_3D = {  # the first target of each model always runs; all targets of a model load the same files
     "dense": [pipe(1, 2, world=2), pipe(2, world=2), pipe(2, 2), pipe(world=2)],
     "padded": [pipe(1, 2, world=2), pipe(world=2)],
     "llama": [pipe(world=2), pipe(1, 2, world=2)],
@@ -157,10 +157,10 @@ ROUTES_3D = {  # the first target of each model is not exhaustive; all of a mode
 
 
 def check_known(saved: Saved, outcome: Outcome) -> None:
-    """Fused query, key and value, row-parallel weights, padded vocabularies, tied embeddings."""
+    """Check fused query, key and value, row-parallel weights, padded vocabularies, tied embeddings."""
     known, model = saved.at(saved.folder), saved.kind.model
-    known.state = keep_what_upstream_knows(saved.state, model)
-    losses = model != "padded"  # rows of padding take part in the loss
+    known.state = drop_states_without_upstream_support(saved.state, model)
+    losses = model != "padded"  # the loss depends on rows of padding
     outcome.check(known, direct=False, losses=losses, least=81)
 
 
@@ -174,8 +174,8 @@ for model, targets in ROUTES_3D.items():
     ]
 
 
-def keep_what_upstream_knows(state: CapturedEngine, model: str) -> CapturedEngine:
-    """Return a state with the first copy of tied parameters (the last stage's positions are idle), without padding."""
+def drop_states_without_upstream_support(state: CapturedEngine, model: str) -> CapturedEngine:
+    """Return a state with only the first copy of tied parameters (the last stage's positions are idle), unpadded."""
 
     def clear(tensor: Any) -> Any:
         cleared = tensor.clone()
@@ -191,7 +191,7 @@ def keep_what_upstream_knows(state: CapturedEngine, model: str) -> CapturedEngin
 
 # --- states that upstream drops
 
-POSITIONS = "position_embeddings.weight"  # not tied by the example: stages have different values
+POSITIONS = "position_embeddings.weight"  # the example does not tie them: values differ between stages
 MOVED = [
     (pipe(1, 2, world=2), plain(1, 3, world=2)),
     (TP2_PP2, plain(2, 3)),
@@ -200,18 +200,18 @@ MOVED = [
 ]
 
 
-def is_left_out(difference: str) -> bool:
-    """Return True for states that upstream drops: buffers, frozen parameters, all but one copy of several stages."""
+def is_dropped_by_upstream(difference: str) -> bool:
+    """Return True for states that upstream drops: buffers, frozen parameters, further copies of several stages."""
     return difference.startswith("buffer ") or "mlp.dense_4h_to_h." in difference or POSITIONS in difference
 
 
 def check_moved(saved: Saved, outcome: Outcome) -> None:
-    """Frozen parameters and buffers keep the new model's values, and are named; everything else comes back."""
+    """Check that frozen parameters and buffers keep live values with a warning, and all other states are restored."""
     assert not outcome.errors and all(local.direct for local in outcome.ranks)
     first = {name: each for name, each in saved.state.parameters.items() if "#" not in name}
     count, differences = outcome.kind.compare(replace(saved.state, parameters=first), outcome.state)
     assert count > 60
-    assert not [line for line in differences if not is_left_out(line)]
+    assert not [line for line in differences if not is_dropped_by_upstream(line)]
     assert any("mlp.dense_4h_to_h.weight" in line for line in differences)
     warnings = " ".join(outcome.list_messages("WARNING"))
     for words in ("keep the values that the new model has", "mlp.dense_4h_to_h.weight", ".span"):
@@ -225,5 +225,5 @@ for number, (before, after) in enumerate(MOVED):
 
 
 @pytest.mark.parametrize("row", [row.param for row in ROWS])
-def test_conversions_are_loaded(row: Row, engines: Engines, subtests: pytest.Subtests) -> None:
+def test_conversions_load_with_deepspeed_and_the_plugin(row: Row, engines: Engines, subtests: pytest.Subtests) -> None:
     engines.resume(row, subtests)

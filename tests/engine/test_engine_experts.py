@@ -253,7 +253,7 @@ ROWS += [
 
 
 def forget_degrees(_engines: Engines, run: Path, folder: Path) -> None:
-    """Write the files of older releases, which do not tell the degrees."""
+    """Write files like older releases, which do not record the degrees."""
     shutil.copytree(run, folder, dirs_exist_ok=True)
     for path in folder.rglob("mp_rank_*_model_states.pt"):
         edit(path, lambda tree: tree.pop("checkpoint_parallel_dimensions"))
@@ -274,7 +274,7 @@ if HAS_AUTOEP:
         move_experts(folder)
 
     def check_place(saved: Saved, outcome: Outcome) -> None:
-        """Check that the placement tells where an expert is."""
+        """Check that the placement records the rank of an expert."""
         for (name, state), tensor in saved.state.items():
             param, dot, number = name.rpartition(".")
             moved = f"{param}{dot}{MOVED[int(number)]}" if number.isdigit() else name
@@ -285,13 +285,15 @@ if HAS_AUTOEP:
 
 @pytest.mark.releases
 @pytest.mark.parametrize("row", [row.param for row in ROWS])
-def test_every_expert_comes_back(row: Row, engines: Engines, subtests: pytest.Subtests) -> None:
+def test_states_of_experts_are_restored(row: Row, engines: Engines, subtests: pytest.Subtests) -> None:
     engines.resume(row, subtests)
 
 
 @pytest.mark.parametrize("precision", params(["fp32"], ["bf16"]))
-def test_experts_among_all_parameters_in_one_group(precision: str, engines: Engines, subtests: pytest.Subtests) -> None:
-    """Like ``AdamW(model.parameters())`` at stage 0."""
+def test_experts_in_one_param_group_with_all_parameters_are_restored(
+    precision: str, engines: Engines, subtests: pytest.Subtests
+) -> None:
+    """For example, with ``AdamW(model.parameters())`` at stage 0."""
     source = Spread(0, 2, precision, (2, 2), together=True)
     saved = engines.saved(source)
     has_config = "ds_config" in torch.load(next(saved.folder.rglob("mp_rank_00_model_states.pt")), weights_only=False)

@@ -26,10 +26,10 @@ from tests.synth import Topology
 STAGES = (0, 1, 2, 3)
 
 
-def test_an_optimizer_without_states_has_hyper_parameters(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """A plain SGD's groups are taken; a warning names an optimizer whose states start from zero.
+def test_hyper_parameters_of_an_optimizer_without_states_are_restored(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """A plain SGD's groups are restored. A warning names an optimizer whose states start from zero.
 
-    A conversion knows no more: neither steps nor gradient clipping.
+    A conversion also lacks steps and gradient clipping.
     """
     model, adam = fsdp_run.build()
     optimizer = torch.optim.SGD([{"params": group["params"]} for group in adam.param_groups], lr=0.25)
@@ -51,8 +51,8 @@ def test_an_optimizer_without_states_has_hyper_parameters(tmp_path: Path, ucp_wo
     assert [name for name, held in state.parameters.items() if not held.tensors] == ["second.weight"]
 
 
-def test_an_adapter_goes_on_over_its_base(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """From two folders, into a model that PEFT has wrapped."""
+def test_an_adapter_resumes_over_its_base_model(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """Two folders load into a model that PEFT has wrapped."""
     from tests.support.adapters import LORAS, make_base, make_peft
 
     base, folder = str(tmp_path / "base"), str(tmp_path / "peft")
@@ -66,8 +66,8 @@ def test_an_adapter_goes_on_over_its_base(tmp_path: Path, ucp_worlds: WorldPool)
             assert any(words in line for line in heard)
 
 
-def test_what_is_refused_leaves_the_engine_as_it_was(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """The engine has trained: every bit, and the next losses."""
+def test_a_refused_foreign_checkpoint_leaves_the_engine_unchanged(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """The engine has trained. Every bit and the next losses are compared."""
     model, optimizer = fsdp_run.build()
     fsdp_run.train(model, optimizer, range(3))
     weights, states = get_state_dict(model, optimizer)
@@ -108,8 +108,8 @@ def flip_tensor(path: Path, tensor: torch.Tensor) -> None:
 # --- exports with `ds_ucp export --to dcp` under FSDP2
 
 
-def test_fsdp2_goes_on(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """Two ranks load it and take two steps: losses and weights equal an uninterrupted run's."""
+def test_fsdp2_resumes_an_export(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """Two ranks load it and take two steps. Losses and weights equal an uninterrupted run's."""
     folder = save_trained(tmp_path, Topology(3, 4))
     model, optimizer = fsdp_run.build()
     losses = fsdp_run.train(model, optimizer, range(5))
@@ -120,8 +120,8 @@ def test_fsdp2_goes_on(tmp_path: Path, ucp_worlds: WorldPool) -> None:
         check_same(result["optim"]["state"][name], optimizer.state[param])
 
 
-def test_from_deepspeed_to_fsdp2_and_back(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """Masters, states, steps and hyper-parameters of three ranks are on one rank after two ranks of FSDP2.
+def test_a_run_moves_from_deepspeed_to_fsdp2_and_back(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """Three ranks save, two ranks of FSDP2 continue, and one rank restores masters, states, steps and hyper-parameters.
 
     A warning names this engine's clipping of gradients, which the format does not record.
     """
@@ -141,8 +141,8 @@ def test_from_deepspeed_to_fsdp2_and_back(tmp_path: Path, ucp_worlds: WorldPool)
         assert back.counters["global_steps"] == 3
 
 
-def test_from_fsdp2_to_deepspeed_and_back(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """All states of two ranks of FSDP2 are on one rank after three ranks of ZeRO-3."""
+def test_a_run_moves_from_fsdp2_to_deepspeed_and_back(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """Two ranks of FSDP2 save, three ranks of ZeRO-3 continue, and one rank restores all states."""
     saved, there, out, back = (str(tmp_path / name) for name in ("saved", "there", "out", "back"))
     ucp_worlds.get(2).run(foreign_run.save, saved, 3)
     ucp_worlds.get(3).run(foreign_run.save_engine, there, 3, load=saved)
@@ -157,20 +157,20 @@ def test_from_fsdp2_to_deepspeed_and_back(tmp_path: Path, ucp_worlds: WorldPool)
 
 
 @pytest.mark.parametrize("overflows", [(), (3,), (0, 1, 6)])
-def test_torchs_scaler_goes_on_as_deepspeeds(overflows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scales are equal up to the next overflow, which halves them."""
+def test_deepspeeds_scaler_continues_torchs_scaler(overflows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scales are equal until the next overflow, which halves them."""
     ours = DynamicLossScaler(2.0**16, 4, 1.0, 1, False)
     monkeypatch.setattr("deepspeed.runtime.fp16.loss_scaler.dist.get_rank", lambda: 1)
     for step in range(7):
         ours.update_scale(step in overflows)
-    theirs = torch.amp.GradScaler("cpu")
-    theirs.load_state_dict(make_scaler(vars(ours)))
+    grad_scaler = torch.amp.GradScaler("cpu")
+    grad_scaler.load_state_dict(make_scaler(vars(ours)))
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
     for step in range(7, 17):
         is_bad = step == 16
-        theirs.scale(torch.zeros(1))
+        grad_scaler.scale(torch.zeros(1))
         optimizer.param_groups[0]["params"][0].grad = torch.full((1,), torch.inf if is_bad else 0.0)
-        theirs.step(optimizer)
-        theirs.update()
+        grad_scaler.step(optimizer)
+        grad_scaler.update()
         ours.update_scale(is_bad)
-        assert theirs.get_scale() == ours.cur_scale
+        assert grad_scaler.get_scale() == ours.cur_scale

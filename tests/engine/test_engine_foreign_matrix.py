@@ -61,7 +61,7 @@ SOURCES = (*WEIGHTS, *FSDP)
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint, its states as its library reads them, and the losses after the save."""
+    """A checkpoint, its states by its library's reader, and the losses after the save."""
 
     folder: Path
     states: States
@@ -92,7 +92,7 @@ class Sources(dict[str, Saved]):
 
 
 def read_nested(folder: Path) -> Tree:
-    """Read as torch does; flattened states have parameters' names in their keys."""
+    """Read like torch; keys of flattened states contain parameters' names."""
     tree = read_all(folder)
     weights, states = tree["model"], tree["optim"].get("state")
     if states is None:
@@ -110,7 +110,7 @@ def read_folders(folder: Path) -> Tree:
 
 
 def write_safetensors(folder: Path, weights: dict[str, Any]) -> dict[str, Any]:
-    """Write several files and an index. Returns the tensors that the library reads."""
+    """Write several files and an index. Return the tensors that the library reads."""
     save_torch_state_dict(weights, folder, max_shard_size=1000)
     assert (folder / "model.safetensors.index.json").exists()
     found = {}
@@ -139,7 +139,7 @@ def saved(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> So
 ROWS = turns(TARGETS, SOURCES, 1)
 TURNS = [(target, tuple(source for source in SOURCES if (target, source) in ROWS)) for target in TARGETS]
 REST = (TARGETS[1], TARGETS[5], TARGETS[9], TARGETS[11], TARGETS[13])
-"""Exhaustive ones: others have their kind, or only names differ (``test_engine_resumes.py``)."""
+"""Exhaustive targets: others are of the same kind, or only names differ (``test_engine_resumes.py``)."""
 ALIKE = {"fsdp2-tp": "fsdp2"}
 """Blocks of two dimensions are exhaustive: ``tests/formats/test_foreign.py`` reads them."""
 
@@ -148,7 +148,7 @@ EVERY = [*TURNS, *((target, SOURCES) for target in TARGETS)]
 
 
 @pytest.mark.parametrize(("target", "sources"), params(CHOSEN, EVERY, lambda row: f"{row[0]}-from-{'-'.join(row[1])}"))
-def test_everything_is_where_the_other_library_has_it(
+def test_engines_restore_the_values_that_the_other_library_reads(
     target: Target, sources: tuple[str, ...], saved: Sources, engines: Engines, subtests: pytest.Subtests
 ) -> None:
     kind = target.on(patterns={"rename": PIPELINE}) if target.pp > 1 else target
@@ -162,7 +162,7 @@ def check(source: str, saved: Saved, outcome: Outcome, before: int) -> None:
     """Check each rank after the load of one source.
 
     Args:
-        before: steps of the engine before it loads weights alone.
+        before: steps of the engine before it loads only weights.
     """
     assert not outcome.errors, outcome.errors[0]
     target, ranks = outcome.kind, outcome.ranks
@@ -173,7 +173,7 @@ def check(source: str, saved: Saved, outcome: Outcome, before: int) -> None:
     assert ("weights alone" in messages) == (source in WEIGHTS)
     assert ("torch.distributed.checkpoint → ZeRO-" in messages) == (source in FSDP)
     assert "clips gradients" not in messages and "ranks 1" not in messages  # these formats have no number of ranks
-    if source in WEIGHTS:  # the optimizer stays as it was
+    if source in WEIGHTS:  # the optimizer is unchanged
         assert {state for _, state in found} <= {"exp_avg", "exp_avg_sq"}
         assert any(bool(tensor.any()) for tensor in found.values()) == bool(before)
         assert (counters, steps - {float(before)}) == ({(before, 0)}, set())
@@ -188,8 +188,8 @@ def check(source: str, saved: Saved, outcome: Outcome, before: int) -> None:
 
 
 @pytest.mark.parametrize("stage", params([1], [0, 1, 2, 3]))
-def test_other_param_groups(stage: int, engines: Engines, tmp_path: Path) -> None:
-    """One saved group, two live ones: refused, or matched by name with `"param_groups": "live"`."""
+def test_another_number_of_param_groups_needs_param_groups_live(stage: int, engines: Engines, tmp_path: Path) -> None:
+    """One saved group and two live ones are refused, or matched by name with `"param_groups": "live"`."""
     target = Target(stage)
     engines.get(target).run(engine_foreign.save, str(tmp_path), together=True)
     (refused,) = engines.load(target, tmp_path)
@@ -202,7 +202,7 @@ def test_other_param_groups(stage: int, engines: Engines, tmp_path: Path) -> Non
 
 
 def check_states(found: States, saved: States, target: Target) -> set[tuple[str, str]]:
-    """Compare masters, moments, rounded copies and buffers to the bit. Returns the keys of other states."""
+    """Compare masters, moments, rounded copies and buffers to the bit. Return the keys of other states."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[target.precision]
     wanted = {}
     for (name, state), tensor in saved.items():

@@ -1,4 +1,4 @@
-"""Experts in other forms: fused, AutoEP's, DeepSpeed's, upstream's universal one."""
+"""Experts in all forms: fused, of AutoEP, of DeepSpeed, and in upstream's universal format."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ ROWS += [
 
 
 @pytest.mark.parametrize("row", [row.param for row in ROWS])
-def test_experts_change_their_form(row: Row, engines: Engines, subtests: pytest.Subtests) -> None:
+def test_experts_load_in_another_form(row: Row, engines: Engines, subtests: pytest.Subtests) -> None:
     engines.resume(row, subtests)
 
 
-def test_the_same_in_another_form_to_the_command_line(
+def test_a_load_of_experts_in_another_form_and_a_save_have_no_difference(
     engines: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A save right after the load, by way of an atomic checkpoint."""
+    """The load is through an atomic checkpoint, and the save follows it directly."""
     saved, again = engines.saved(SOURCES[2]), str(tmp_path / "again")
     target = fused(3, 2).on(mode="atomic", atomic_dir=str(tmp_path / "atomic"))
     (outcome,) = engines.load(target, Load(str(saved.folder), again=again, steps=2))
@@ -96,7 +96,7 @@ Converted = list[tuple[Path, Saved]]
 
 @pytest.fixture(scope="module")
 def autoep(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Converted:
-    """Convert each source with our converter and upstream's. Returns the folders and the saved runs."""
+    """Convert each source with our converter and upstream's. Return the folders and the saved runs."""
     found = []
     for spread in AUTOEP:
         folder, saved = tmp_path_factory.mktemp("autoep"), engines.saved(spread)
@@ -112,8 +112,8 @@ def find_tag(saved: Saved) -> Path:
     return saved.folder / (saved.folder / "latest").read_text().strip()
 
 
-def test_our_files_are_upstreams(autoep: Converted, capsys: pytest.CaptureFixture[str]) -> None:
-    """Keys and values, the moments of every expert among them; the command line knows both."""
+def test_converted_files_of_experts_equal_upstreams(autoep: Converted, capsys: pytest.CaptureFixture[str]) -> None:
+    """Keys and values are equal, including the moments of every expert. The commands read both."""
     for folder, saved in autoep:
         theirs = sorted((folder / "theirs").rglob("zero/*experts*/*.pt"))
         assert len(theirs) == 2 * 3 * 4 - (saved.kind.stage == 3) * 6  # of ZeRO 3 the step is elsewhere
@@ -140,10 +140,10 @@ MORE = [(BY_US[0][0], "theirs", True), (BY_US[1][0], "ours", True), *UPSTREAM]
 @pytest.mark.parametrize(
     ("target", "by", "direct"), params([*BY_US, UPSTREAM[0]], MORE, lambda row: "-".join(map(str, row)))
 )
-def test_each_loads_what_either_wrote(
+def test_both_loaders_load_the_conversions_of_both(
     target: Spread, by: str, direct: bool, autoep: Converted, engines: Engines, subtests: pytest.Subtests
 ) -> None:
-    """Upstream loads ours without buffers, and not between ZeRO 3 and the others."""
+    """Upstream loads our files without buffers, and not between ZeRO 3 and other stages."""
     rows = [each for each in autoep if direct or (each[1].kind.stage == 3) == (target.stage == 3)]
     kind = target if direct else target.but(config=UNIVERSAL)
     for (folder, saved), outcome in zip(rows, engines.load(kind, *(each / by for each, _ in rows)), strict=True):
@@ -161,9 +161,7 @@ FOLDED = [
 
 
 @pytest.mark.parametrize("source", params(FOLDED[1:2], FOLDED, str))
-def test_experts_beside_tensor_parallelism_and_of_stage_0_are_converted(
-    source: Spread, engines: Engines, tmp_path: Path
-) -> None:
+def test_experts_under_tp_or_at_stage_0_are_converted(source: Spread, engines: Engines, tmp_path: Path) -> None:
     """Upstream's converter supports neither."""
     saved, out = engines.saved(source), str(tmp_path / "step_universal")
     convert_checkpoint(str(find_tag(saved)), out, groups=None if source.stage else "module")
@@ -171,8 +169,8 @@ def test_experts_beside_tensor_parallelism_and_of_stage_0_are_converted(
     outcome.check(saved)
 
 
-def test_upstream_takes_its_own_experts_at_degree_1_alone(engines: Engines, tmp_path: Path) -> None:
-    """At other degrees it would load local expert 0 on every rank; it refuses our files."""
+def test_upstream_loads_converted_native_experts_only_at_degree_1(engines: Engines, tmp_path: Path) -> None:
+    """At other degrees it would load local expert 0 on every rank. It refuses our files."""
     saved = engines.saved(native(1, 2))
     convert_checkpoint(str(saved.folder), str(tmp_path / "step_universal"))
     (refused,) = engines.load(native(1, 2).but(config=UNIVERSAL), tmp_path)

@@ -1,4 +1,4 @@
-"""Features of GPUs: page-locked staging and streams, NCCL, random states of the device, real kernels.
+"""Features of GPUs: page-locked staging and streams, NCCL, random states of devices, and real kernels.
 
 `make test-gpu` runs this and the other tests of engines with `DS_ACCELERATOR=cuda`.
 """
@@ -53,7 +53,7 @@ def train_large(engine: Any) -> None:
 
 
 def read_whole(engine: Any) -> list[Tensor]:
-    """Masters and moments of all layers, whole, on the GPU, in the order of the parameters."""
+    """Read whole masters and moments of all layers on the GPU, in the order of the parameters."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     parameters = list(engine.module.parameters())
@@ -64,7 +64,7 @@ def read_whole(engine: Any) -> list[Tensor]:
 
 
 def save(folder: str, stage: int, layers: int) -> list[float]:
-    """Train and save. Returns a sum of each state, to show that the states changed."""
+    """Train and save. Return a sum of each state, to show that the states changed."""
     engine = make_large(stage, layers, seed=1)
     train_large(engine)
     engine.save_checkpoint(folder)
@@ -76,7 +76,7 @@ def save(folder: str, stage: int, layers: int) -> list[float]:
 
 
 def load(folder: str, stage: int, layers: int, options: dict[str, Any], *, pinned: bool = True, **config: Any) -> Any:
-    """Load into an engine of other weights.
+    """Load into an engine with other weights.
 
     Returns:
         equal: all bits are restored; by: classes that copied; s: seconds; beyond: temporary bytes of GPU memory.
@@ -143,7 +143,7 @@ def saved(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> st
 
 
 @pytest.mark.parametrize(("stage", "ranks", "options", "pinned"), LOADS, ids=str)
-def test_a_large_model_comes_back_to_the_bit(
+def test_a_large_model_is_restored_to_the_bit_on_gpus(
     stage: int, ranks: int, options: dict[str, Any], pinned: bool, saved: str, ucp_worlds: WorldPool
 ) -> None:
     """A load of 50 M parameters uses up to 128 MiB of temporary GPU memory, for any window."""
@@ -160,7 +160,9 @@ def cpus() -> Iterator[WorldPool]:
         yield pool
 
 
-def test_from_cpus_and_back(cpus: WorldPool, engines: Engines, tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_a_run_moves_from_cpus_to_gpus_and_back(
+    cpus: WorldPool, engines: Engines, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
     sources = [Case(1, 4, "bf16"), Case(3, 2, "bf16"), Case(0, 1, "bf16"), Case(2, 3)]
     targets = [Case(0, 1, "bf16"), Case(3, 1, "bf16"), Case(2, 2, "bf16")]
     for here, there in ((Engines(cpus, tmp_path), engines), (engines, Engines(cpus, tmp_path))):
@@ -184,11 +186,11 @@ KERNELS: list[tuple[list[Case], Case, str]] = [
     ([Case(2, 1, "bf16"), Case(3, 2, "fp16")], Case(2, 1, "fp16", zero=PINNED), "adamw"),
     ([Case(2, 2, "bf16", zero=PINNED), Case(1, 1, "fp16")], Case(3, 1, "bf16", zero=PINNED), "adamw"),
 ]
-"""Optimizers whose kernels, or whose step counters, are a GPU's; memory that is page-locked."""
+"""Optimizers with kernels or step counters on the GPU, and page-locked memory."""
 
 
 @pytest.mark.parametrize(("cases", "target", "optimizer"), KERNELS, ids=str)
-def test_kernels_of_the_device(
+def test_optimizers_with_kernels_of_the_device_resume(
     cases: list[Case], target: Case, optimizer: str, engines: Engines, subtests: pytest.Subtests
 ) -> None:
     engines.resume(Row(target, cases, options={"optimizer": optimizer}, compared={"direct": ANY}), subtests)

@@ -1,4 +1,4 @@
-"""The hook: when the plugin loads, and when DeepSpeed does."""
+"""The hook: the choice between the plugin's and DeepSpeed's loader."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.engines.kinds import ON_CPU
 from tests.support.engines.ranks import Folder, Load, Local, load_each, on_nodes, save
 
 SAME = [Case(stage, 2, precision) for precision in ("fp32", "bf16", "fp16") for stage in range(4)]
-"""All wrappers of `known.py`; frozen parameters and buffers are in the model. Of ZeRO in fp16 one stage always runs."""
+"""All wrappers of `known.py`. The model has frozen parameters and buffers. ZeRO in fp16 always runs at one stage."""
 
 MORE = [pytest.mark.exhaustive]
 
@@ -37,7 +37,7 @@ OURS = [Case(0, 2, "bf16"), Case(1, 2, "bf16"), Case(2, 2), Case(3, 2, "fp16")]
 """The plugin loads these, too, if requested."""
 
 
-def check_own(_saved: Saved, outcome: Outcome) -> None:
+def check_deepspeeds_load(_saved: Saved, outcome: Outcome) -> None:
     """Check that DeepSpeed's load runs between two INFO messages."""
     for rank, local in enumerate(outcome.ranks if not outcome.ranks[0].direct else ()):
         assert "same topology" in local.reason
@@ -45,7 +45,7 @@ def check_own(_saved: Saved, outcome: Outcome) -> None:
 
 
 ROWS = [
-    Row(case, [case], "same", MIXED, check=check_own, marks=marks)
+    Row(case, [case], "same", MIXED, check=check_deepspeeds_load, marks=marks)
     for cases, marks in ((SAME[:8], [pytest.mark.engine_smoke]), (SAME[8::3], []), (OFFLOADED, []), (SAME[9:11], MORE))
     for case in cases
 ]
@@ -55,12 +55,12 @@ ROWS += [Row(case.on(same_topology="direct"), [case], "ours", MIXED, compared=EX
 
 @pytest.mark.releases
 @pytest.mark.parametrize("row", [row.param for row in ROWS])
-def test_same_topology_is_left_to_deepspeed(row: Row, engines: Engines, subtests: pytest.Subtests) -> None:
+def test_deepspeed_loads_an_unchanged_topology(row: Row, engines: Engines, subtests: pytest.Subtests) -> None:
     engines.resume(row, subtests)
 
 
 def load_on(engines: Engines, case: Case, folder: Folder, *, steps: int = 0) -> Sequence[Local]:
-    """Load a folder into an engine of a case. Returns the ranks of the engine."""
+    """Load a folder into an engine of a case. Return the ranks of the engine."""
     work = load_each, case.training(1, **SMALL), [Load(folder, steps=steps)]
     return [local for (local,) in engines.get(case).run(*work)]
 
@@ -71,8 +71,8 @@ def list_changes(local: Local) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "sent"])
-def test_partitions_are_gathered_in_place(shared: bool, ucp_worlds: WorldPool) -> None:
-    """Partitions of one element, and of several slices."""
+def test_gather_in_place_completes_partitions(shared: bool, ucp_worlds: WorldPool) -> None:
+    """Partitions have one element or several slices."""
     for partition in (1, (5 << 20) + 3):
         assert ucp_worlds.get(2).run(gather_partitions, partition, shared=shared) == [True, True]
 
@@ -89,21 +89,21 @@ def gather_partitions(partition: int, *, shared: bool) -> bool:
     return flat.equal(whole)
 
 
-def test_another_batch_and_clipping_are_logged_in_the_same_topology_too(engines: Engines) -> None:
+def test_changed_batch_and_clipping_are_logged_in_an_unchanged_topology(engines: Engines) -> None:
     target = Case(1, 2, config={"train_batch_size": 30, "gradient_clipping": 0.5})
     # DeepSpeed finds no checkpoint in a tag's folder.
-    own = find_checkpoint(str(engines.saved(Case(1, 2), **SMALL).folder))
-    first, other = load_on(engines, target.on(), own)
+    tag_folder = find_checkpoint(str(engines.saved(Case(1, 2), **SMALL).folder))
+    first, other = load_on(engines, target.on(), tag_folder)
     assert (first.direct, list_changes(other)) == (False, [])
-    assert first.calls == 1 and Path(str(first.path)).parent == Path(own)
+    assert first.calls == 1 and Path(str(first.path)).parent == Path(tag_folder)
     ((level, text),) = list_changes(first)
     changes = "total batch 60 → 30, gradient_clipping 0.0 → 0.5 (the saved value is used)"
     assert (level, text.partition("saved one: ")[2]) == ("WARNING", changes)
 
 
 @pytest.mark.parametrize("is_saved", [True, False])
-def test_a_scheduler_of_one_side_alone_in_the_same_topology(is_saved: bool, engines: Engines) -> None:
-    """DeepSpeed's load would ignore the saved one, and fail without one."""
+def test_the_plugin_loads_if_only_one_side_has_a_scheduler(is_saved: bool, engines: Engines) -> None:
+    """DeepSpeed's load would ignore a saved scheduler, and fail without one."""
     saved = engines.saved(Case(1, 2), **{**SMALL, "scheduler": is_saved})
     (outcome,) = engines.load(Case(1, 2), Load(str(saved.folder)), **{**SMALL, "scheduler": not is_saved})
     assert not outcome.errors and all(local.direct for local in outcome.ranks)
@@ -119,8 +119,8 @@ def test_a_scheduler_of_another_kind_in_the_same_topology(saved: Any, live: Any,
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
-def test_files_of_every_nodes_own(stage: int, tmp_path: Path, engines: Engines) -> None:
-    """DeepSpeed loads if each node has its ranks' files, otherwise the plugin, to the bit as from one folder."""
+def test_node_local_files_load_like_one_folder(stage: int, tmp_path: Path, engines: Engines) -> None:
+    """DeepSpeed loads if each node has its ranks' files; otherwise the plugin loads them to the bit."""
     options = {"universal": {"seal": True}, "use_node_local_storage": True}
     local = Case(stage, 2, "bf16", config={"checkpoint": options})
     other, world = local.but(stage=4 - stage), engines.get(local)
@@ -132,11 +132,11 @@ def test_files_of_every_nodes_own(stage: int, tmp_path: Path, engines: Engines) 
 
     world.run(on_nodes, save, "", local.training(**SMALL), nodes)
     assert [(tmp_path / f"node{node}" / "latest").exists() for node in range(2)] == [True, False]
-    own = load(local, *nodes)
-    for rank in own:
+    deepspeeds = load(local, *nodes)
+    for rank in deepspeeds:
         assert (rank.calls, rank.direct) == (1, False)
         assert "each rank's own files" in rank.reason
-    for node in nodes[::-1]:  # each node has the model states below ZeRO 3: rank 0's remain
+    for node in nodes[::-1]:  # each node has the model states below ZeRO 3: rank 0's overwrite the others
         shutil.copytree(node, tmp_path / "shared", dirs_exist_ok=True)
     plain = other.but(config={"checkpoint": {"universal": True}})
     whole = load_on(engines, plain, str(tmp_path / "shared"), steps=1)
@@ -145,42 +145,42 @@ def test_files_of_every_nodes_own(stage: int, tmp_path: Path, engines: Engines) 
             assert two.direct
             assert compare(one.state, two.state)[1] == []
             assert (one.client_state, one.losses) == (two.client_state, two.losses)
-    for one, two in zip(own, load(local, *nodes[::-1]), strict=True):
+    for one, two in zip(deepspeeds, load(local, *nodes[::-1]), strict=True):
         assert (one.direct, two.direct) == (False, True)
         assert compare(one.state, two.state)[1] == []
 
 
 @pytest.mark.parametrize("config", params([{"checkpoint": {"universal": False}}], [{}, {"checkpoint": {}}], str))
-def test_without_the_flag(config: dict[str, Any], engines: Engines) -> None:
+def test_deepspeed_loads_without_the_universal_flag(config: dict[str, Any], engines: Engines) -> None:
     for local in load_on(engines, Case(1, 2, config=config), str(engines.saved(Case(1, 2), **SMALL).folder)):
         assert (local.calls, local.log, local.direct, local.reason) == (1, [], None, "")
 
 
-def test_install_twice_and_uninstall(ucp_worlds: WorldPool) -> None:
+def test_uninstall_removes_the_hook_after_two_installs(ucp_worlds: WorldPool) -> None:
     assert ucp_worlds.get(2).run(install_and_uninstall) == [[True] * 4] * 2
 
 
 def install_and_uninstall() -> list[bool]:
-    """Return whether the class's method is DeepSpeed's: before, after two installs, an uninstall and another one."""
+    """Return if the method is DeepSpeed's: before, after two installs, an uninstall and another uninstall."""
     kind = DeepSpeedEngine
 
-    def is_own() -> bool:
+    def is_deepspeeds() -> bool:
         return kind.load_checkpoint.__module__ == kind.__module__ and not hasattr(kind.load_checkpoint, "__wrapped__")
 
     deepspeed_ucp.uninstall()
-    found = [is_own()]
+    found = [is_deepspeeds()]
     deepspeed_ucp.install()
     once = kind.load_checkpoint
     deepspeed_ucp.install()
-    found.append(kind.load_checkpoint is once and not is_own())
+    found.append(kind.load_checkpoint is once and not is_deepspeeds())
     for _ in range(2):
         deepspeed_ucp.uninstall()
-        found.append(is_own())
+        found.append(is_deepspeeds())
     deepspeed_ucp.install()
     return found
 
 
-def test_engines_with_and_without_in_one_process(engines: Engines) -> None:
+def test_engines_with_and_without_the_plugin_in_one_process(engines: Engines) -> None:
     saved, case = engines.saved(Case(1, 3), **SMALL), Case(1, 2)
     work = two_engines, case.on().ds_config, case.ds_config, str(saved.folder)
     for state, error, reports in engines.get(case).run(*work):
@@ -205,7 +205,7 @@ def two_engines(on: dict[str, Any], off: dict[str, Any], folder: str) -> tuple[A
     return found
 
 
-def test_preserve_batch_size(ucp_worlds: WorldPool) -> None:
+def test_preserve_batch_size_changes_the_engines_batch_sizes(ucp_worlds: WorldPool) -> None:
     """``tests/test_config.py`` has other sizes."""
     config = Case(1, 3).on(preserve_batch_size=True).ds_config
     config |= {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}

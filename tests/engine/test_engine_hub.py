@@ -1,4 +1,4 @@
-"""Hugging Face's mixture-of-experts models: trained under AutoEP, exported under the hub's names, back without it."""
+"""Hugging Face's mixture-of-experts models: training under AutoEP, export under the hub's names, loads without it."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ NAMES: dict[str, tuple[int, Any]] = {
     "qwen3": (3, {"stage": 1, "ep": 2}),
     "deepseek": (1, {"stage": 2, "ep": 2}),
 }
-"""By model the ZeRO stage of training, and the stage and expert-parallel degree of a new run. Qwen3's experts have the
-form of Mixtral's."""
+"""By model the ZeRO stage of training, and the stage and expert-parallel degree of a new run. Qwen3's experts have
+Mixtral's form."""
 
 CLOSE = {"rtol": 0, "atol": 1e-6}  # AutoEP sums an expert's tokens in another order
 
 
 @pytest.fixture(scope="module")
 def hub() -> Any:
-    """Imported late: every worker collects this module, and the models take seconds to import."""
+    """Import the models late: every worker collects this module, and the import takes seconds."""
     return importlib.import_module("tests.support.engines.hub")
 
 
 @pytest.mark.parametrize("name", params(["mixtral", "deepseek"], NAMES))
-def test_what_autoep_trained_is_a_model_of_the_hub(hub: Any, name: str, engines: Engines, tmp_path: Path) -> None:
+def test_an_autoep_runs_export_is_a_model_of_the_hub(hub: Any, name: str, engines: Engines, tmp_path: Path) -> None:
     stage, begun = NAMES[name]
     trained, _ = engines.save(hub.Kind(stage, model=name, ep=2), tmp_path).state
     index = open_checkpoint(str(next(tmp_path.glob("global_step*"))), Comm(), Naming(weights_only=stage == 3))
@@ -55,7 +55,7 @@ def test_what_autoep_trained_is_a_model_of_the_hub(hub: Any, name: str, engines:
     exported = model.state_dict()
     assert dense.keys() == exported.keys()
     assert all(torch.equal(tensor, exported[key]) for key, tensor in dense.items())
-    again, _ = load(engines, hub.Kind(model=name, **begun), tmp_path / "out")  # under the names of the hub
+    again, _ = load(engines, hub.Kind(model=name, **begun), tmp_path / "out")  # with names of the hub
     torch.testing.assert_close(again, trained, **CLOSE)
 
 
@@ -67,14 +67,14 @@ def load(engines: Engines, kind: Any, folder: Path) -> Any:
 
 
 @pytest.mark.exhaustive  # test_engine_forms.py fuses and splits experts
-def test_a_model_of_the_hub_goes_on_under_autoep(hub: Any, engines: Engines) -> None:
+def test_a_model_of_the_hub_loads_under_autoep(hub: Any, engines: Engines) -> None:
     saved = engines.save(hub.Kind(3, model="deepseek"))
     logits, _ = load(engines, hub.Kind(2, model="deepseek", ep=2), saved.folder)
     torch.testing.assert_close(logits, saved.state[0], **CLOSE)
 
 
-def test_stages_of_a_pipeline_read_alike(hub: Any, engines: Engines) -> None:
-    """Rules of a model that one stage alone has inside are no rules of the checkpoint's: all ranks need one view."""
+def test_all_stages_of_a_pipeline_read_a_hub_model_equally(hub: Any, engines: Engines) -> None:
+    """Only one stage contains the model with rename rules, but all ranks must read the checkpoint equally."""
     folder = str(engines.save(hub.Stages(1), steps=(1,), after=0).folder)
     refused, taken = engines.load(hub.Stages(0), Load(folder), Load(folder, {"load_module_strict": False}))
     refused.check_refused("MismatchError", "0.bert.embeddings.position_ids: in the checkpoint, not in the model")

@@ -1,4 +1,4 @@
-"""`ds_ucp run` under the launchers, or the environment alone, for a script without the plugin."""
+"""A script without the plugin under `ds_ucp run` and launchers, or under the environment variable."""
 
 from __future__ import annotations
 
@@ -90,8 +90,10 @@ def launch(command: list[str], environment: dict[str, str], folder: Path) -> tup
 @pytest.mark.exhaustive  # test_startup.py has the start, test_engine_saves_pairs.py engines with the variable
 @pytest.mark.timeout(600)  # DeepSpeed compiles at the first time
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_untouched_script(launcher: str, checkpoint: Path, environment: dict[str, str], tmp_path: Path) -> None:
-    """It resumes under every launcher, and under the variable alone."""
+def test_an_unchanged_script_resumes_under_every_launcher(
+    launcher: str, checkpoint: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    """It also resumes under the environment variable without `ds_ucp run`."""
     command = [part.format(port=environment["MASTER_PORT"]) for part in LAUNCHERS[launcher]]
     if not Path(command[0]).exists():
         pytest.skip(f"{command[0]} is not installed")
@@ -103,7 +105,7 @@ def test_untouched_script(launcher: str, checkpoint: Path, environment: dict[str
         (tmp_path / "bin" / "sitecustomize.py").write_text(START)
         path = f"{tmp_path / 'bin'}{os.pathsep}{environment['PYTHONPATH']}"
         environment |= {"PYTHONPATH": path, "DEEPSPEED_UCP": "1"}
-        ds_config["checkpoint"] = {"load_universal": False}  # as OpenRLHF writes it
+        ds_config["checkpoint"] = {"load_universal": False}  # like OpenRLHF
     config = tmp_path / "ds_config.json"
     config.write_text(json.dumps(ds_config))
     arguments = ["--deepspeed_config", str(config), "--checkpoints", str(checkpoint)]

@@ -1,4 +1,4 @@
-"""Modules with another order, another state dict or shared parts: what a load and an export make of them."""
+"""Loads and exports of modules with another order, another state dict or shared parts."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ def list_tensors(parameter: CapturedParameter) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_states_are_those_of_their_names(precision: str, engines: Engines, subtests: pytest.Subtests) -> None:
+def test_stage_0_states_follow_names_if_the_order_of_layers_changes(
+    precision: str, engines: Engines, subtests: pytest.Subtests
+) -> None:
     saved = engines.saved(Ordered(precision=precision))
     kinds = {
         "same": saved.kind,
@@ -102,7 +104,7 @@ BLOCKS = 4
 
 
 class Quantized(torch.nn.Module):
-    """A frozen weight of bytes, as in Linear4bit, with scales that only the state dict contains."""
+    """A frozen weight of bytes, like Linear4bit, with scales that only the state dict contains."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +146,7 @@ def _rename(module: Any, state: Any, prefix: str, metadata: Any) -> None:
 
 
 class WithHead(torch.nn.Module):
-    """A value head around a model, whose names have no prefix in the state dict."""
+    """A value head around a model. The state dict has the model's names without a prefix."""
 
     def __init__(self, *, bytes_first: bool) -> None:
         super().__init__()
@@ -170,7 +172,7 @@ class Heads(Case):
     def make(self, seed: int) -> Any:
         forget_autocast()
         torch.manual_seed(seed)
-        module = WithHead(bytes_first=self.stage < 3)  # ZeRO 3 takes the first parameter's dtype for the model's
+        module = WithHead(bytes_first=self.stage < 3)  # ZeRO 3 uses the first parameter's dtype as the model's
         with torch.no_grad():
             module.pretrained.base.absmax.copy_(torch.rand(BLOCKS) + seed)
             module.pretrained.base.weight.copy_(torch.randint(256, (8 * BLOCKS, 1)))
@@ -206,7 +208,7 @@ def check_warnings(_saved: Saved, outcome: Outcome) -> None:
     assert not [text for text in outcome.list_messages("WARNING") if "differs" not in text]
 
 
-# ZeRO 0 to 2 fill the same whole tensors; ZeRO 3 has other ones.
+# ZeRO 0 to 2 fill the same whole tensors; ZeRO 3 fills partitions.
 Direct = partial(Row, compared={"direct": True, "losses": False}, check=check_warnings)
 ROWS = [
     Direct(Heads(target).on(same_topology="direct"), [Heads(source) for source in sources], exhaustive=target in (0, 2))
@@ -215,13 +217,13 @@ ROWS = [
 
 
 @pytest.mark.parametrize("row", [row.param for row in ROWS])
-def test_everything_comes_back(row: Row, engines: Engines, subtests: pytest.Subtests) -> None:
-    """Trained and frozen weights, statistics, counters, and scales of quantized weights."""
+def test_modules_with_their_own_state_dict_are_restored(row: Row, engines: Engines, subtests: pytest.Subtests) -> None:
+    """This includes trained and frozen weights, statistics, counters, and scales of quantized weights."""
     engines.resume(row, subtests)
 
 
 def evaluate_after_fit(folder: str) -> tuple[list[float], float]:
-    """Load into an evaluating engine around a module that has trained on. Returns two losses, and the expected one."""
+    """Load into an evaluating engine around a further trained module. Return two losses and the expected one."""
     trained = Heads(3, persists=True).training(1)()
     engine = next(trained)
     train_steps(trained, 2)
@@ -247,8 +249,8 @@ def evaluate(engine: Any) -> float:
         return float(engine(torch.randn(4, 6).to(engine.device)))
 
 
-def test_an_evaluating_engine_around_a_module_that_has_trained(engines: Engines, tmp_path: Path) -> None:
-    """Small parameters that ZeRO 3 keeps gathered are updated by the load."""
+def test_a_load_into_an_evaluating_engine_updates_gathered_parameters(engines: Engines, tmp_path: Path) -> None:
+    """ZeRO 3 keeps small parameters gathered. The engine's module has trained before."""
     for found, expected in engines.worlds.get(2).run(evaluate_after_fit, str(tmp_path)):
         assert found == [expected, expected]
 
@@ -260,7 +262,7 @@ class Net(torch.nn.Module):
     """A block and a norm are registered twice; a weight is shared by two modules.
 
     Args:
-        unclear: of the second layer two siblings may be the first one.
+        unclear: two siblings may be the first name of the second layer.
     """
 
     def __init__(self, *, unclear: bool) -> None:
@@ -308,8 +310,8 @@ AGAIN = [f"again.{layer}.{kind}" for layer in (0, 1) for kind in ("bias", "weigh
 
 
 @pytest.mark.parametrize("stage", params([1, 3], [2]))
-def test_exports_have_every_name(tmp_path: Path, engines: Engines, stage: int) -> None:
-    """As torch's state dict has them; in files of Hugging Face's each tensor is there once."""
+def test_exports_have_every_name_of_a_shared_module(tmp_path: Path, engines: Engines, stage: int) -> None:
+    """The names equal those of torch's state dict. Hugging Face's files contain each tensor once."""
     held = engines.save(Shared(stage), tmp_path / "it", steps=(1,)).state
     assert main(["convert", str(tmp_path / "it/global_step1"), str(tmp_path / "atomic/global_step1")]) == 0
     for name in ("it", "atomic"):
@@ -322,7 +324,7 @@ def test_exports_have_every_name(tmp_path: Path, engines: Engines, stage: int) -
         assert once.keys() == held.keys() - ties
 
 
-def test_what_zero3_does_not_record_is_named(
+def test_an_export_logs_names_that_zero_3_does_not_record(
     tmp_path: Path, engines: Engines, capsys: pytest.CaptureFixture[str]
 ) -> None:
     held = engines.save(Shared(3, 1, unclear=True), tmp_path / "it", steps=(1,)).state

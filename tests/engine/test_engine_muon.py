@@ -1,4 +1,4 @@
-"""DeepSpeed's Muon under other stages, numbers of ranks and places of its momentum, and under the same ones."""
+"""DeepSpeed's Muon with changed and unchanged stages, numbers of ranks and devices of its momentum."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ TARGETS = [
     Kind(0, 1, "fp32"),
 ]
 CHOSEN = {3: (4, 7), 6: (3,), 8: (8,), 9: (6,)}
-"""One of each wrapper and place of the momentum."""
+"""One engine of each wrapper and device of the momentum."""
 OWN = [Kind(3, 4), Kind(1, 2, offload=True), Kind(3, 2, offload=True)]
-"""Same topologies that DeepSpeed's own load restores; the last one has what the others have."""
+"""Unchanged topologies that DeepSpeed's load restores; the last one has the features of all others."""
 
 
 def check_momentum(saved: Saved, _outcome: Outcome) -> None:
@@ -48,12 +48,12 @@ ROWS += [Row(kind, [kind], "own", compared={"direct": False}, exhaustive=kind ==
 
 @pytest.mark.releases
 @pytest.mark.parametrize("row", [row.param for row in ROWS])
-def test_momentum_comes_back(row: Row, engines: Engines, subtests: pytest.Subtests) -> None:
+def test_muons_momentum_is_restored(row: Row, engines: Engines, subtests: pytest.Subtests) -> None:
     engines.resume(row, subtests)
 
 
-def test_deepspeeds_own_load_loses_the_momentum_in_memory(engines: Engines) -> None:
-    """In the same topology the plugin continues like the uninterrupted run (tested above)."""
+def test_deepspeeds_load_loses_muons_momentum_in_memory(engines: Engines) -> None:
+    """In the same topology the plugin restores it (tested above)."""
     kind = Kind(3, 2, in_memory=True)
     (alone,) = engines.load(kind, engines.saved(kind), plugin=False)
     assert alone.losses != engines.saved(kind).losses

@@ -1,4 +1,4 @@
-"""Optimizer states and parameters on NVMe, under other stages, devices and ranks, and under the same ones."""
+"""Optimizer states and parameters on NVMe, with changed and unchanged stages, devices and ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check_placeholder(_saved: Saved, outcome: Outcome) -> None:
 
 
 def list_featured(feature: str) -> list[Row]:
-    """Muon's momentum has separate swap files; ``zero.Init`` gives parameters other ids."""
+    """List rows of a feature: Muon's momentum has separate swap files; ``zero.Init`` gives parameters other ids."""
 
     kinds = [each.but(**{feature: True}) for each in (BOTH, Kind(3, 1, optimizer="nvme"), Kind(3, 1))]
 
@@ -70,13 +70,13 @@ ROWS = [
 
 @pytest.mark.releases
 @pytest.mark.parametrize("row", [row.param for row in ROWS])
-def test_every_state_comes_back(row: Row, engines: Engines, subtests: pytest.Subtests) -> None:
+def test_states_on_nvme_are_restored(row: Row, engines: Engines, subtests: pytest.Subtests) -> None:
     engines.resume(row, subtests)
 
 
 @pytest.mark.parametrize("kind", [OPTIMIZER, PIPELINED], ids=str)
-def test_deepspeeds_own_load_loses_states(kind: Kind, engines: Engines) -> None:
-    """In the same topology, where the plugin continues like the uninterrupted run (tested above)."""
+def test_deepspeeds_load_loses_states_on_nvme(kind: Kind, engines: Engines) -> None:
+    """In the same topology the plugin restores them (tested above)."""
     (alone,) = engines.load(kind, engines.saved(kind), plugin=False)
     assert alone.losses != engines.saved(kind).losses
 
@@ -92,8 +92,8 @@ def test_pipelined_swapping_leaves_other_sub_groups_states_in_the_state_files(en
 
 
 @pytest.mark.parametrize("kind", params([BOTH], [PIPELINED], str))
-def test_a_save_right_after_a_resume(kind: Kind, engines: Engines, tmp_path: Path) -> None:
-    """Swapped states are in swap files alone, as after a step, and separate from another engine's."""
+def test_a_save_after_a_resume_contains_the_swapped_states(kind: Kind, engines: Engines, tmp_path: Path) -> None:
+    """They are only in swap files, as after a step, and separate from another engine's."""
     saved = engines.saved(Kind(3, 2))
     for each in (kind.but(world=3 - kind.world), kind):
         training = each.training(78, str(tmp_path / "shared"))

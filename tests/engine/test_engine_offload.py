@@ -1,4 +1,4 @@
-"""Engines with states in unusual places: states that come back, and refusals."""
+"""Engines with states on unusual devices: restored states, and refusals."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ MOMENTS = [(PARTIAL, "offload_optimizer.ratio", "ratio 0.5 kept it"), (SUPER, "S
 
 
 @pytest.mark.parametrize(("kind", "engine", "words"), params(MOMENTS[:1], MOMENTS, lambda row: str(row[0])))
-def test_moments_of_another_optimizer(kind: Stood, engine: str, words: str, engines: Engines) -> None:
-    """DeepSpeed neither saves nor loads them; only the weights come back."""
+def test_moments_that_deepspeed_omits_are_refused(kind: Stood, engine: str, words: str, engines: Engines) -> None:
+    """DeepSpeed neither saves nor loads them. Only the weights can be restored."""
     saved = engines.save(kind.on(), **PLAIN)
     (refused,) = engines.load(kind, saved.folder, **PLAIN)
     refused.check_refused("UnsupportedError", engine)
@@ -43,7 +43,7 @@ def test_moments_of_another_optimizer(kind: Stood, engine: str, words: str, engi
 
 
 def save_offloaded(ds_config: dict[str, Any], folders: tuple[str, str], **options: Any) -> list[CapturedEngine]:
-    """Save with offloaded states, and again when they are reloaded and the engine has trained on."""
+    """Save with offloaded states, and again after they are reloaded and the engine has trained further."""
     engine = make_engine(ds_config, **options)
     trained = train_engine(engine)
     train_steps(trained, 2)
@@ -61,7 +61,7 @@ def save_offloaded(ds_config: dict[str, Any], folders: tuple[str, str], **option
 
 
 @pytest.mark.parametrize("stage", params([3], [2, 3]))
-def test_states_that_are_away(stage: int, tmp_path: Path, engines: Engines) -> None:
+def test_a_save_with_offloaded_states_is_restored(stage: int, tmp_path: Path, engines: Engines) -> None:
     """`engine.offload_states` leaves copies in the states of ZeRO 3, which are stale after the next step."""
     options = {"model": "plain", "optimizer": "fused_adam"}
     folders = (str(tmp_path / "away"), str(tmp_path / "back"))
@@ -73,7 +73,7 @@ def test_states_that_are_away(stage: int, tmp_path: Path, engines: Engines) -> N
 
 
 @pytest.mark.exhaustive
-def test_quantized_frozen_weights(engines: Engines) -> None:
+def test_quantized_frozen_weights_without_scales_are_refused(engines: Engines) -> None:
     """ZeRO++ saves them without their scales."""
     options = {"model": "table"}
     kind = Stood(3, 2, "fp16", "quantized", zero={"zero_quantized_nontrainable_weights": True})
@@ -87,15 +87,15 @@ ZENFLOW = {"topk_ratio": 0.3, "update_interval": 2, "select_strategy": "step", "
 
 
 def make_zenflow(stage: int) -> Stood:
-    """On a CPU ZenFlow runs on one rank, under ZeRO 3 only before it selects columns."""
+    """Make an engine of ZenFlow. On a CPU it runs on one rank, under ZeRO 3 only before it selects columns."""
     zero = {**ON_CPU, "zenflow": {**ZENFLOW, "full_warm_up_rounds": 10 * (stage == 3)}}
     config = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, "gradient_accumulation_steps": 2}
     return Stood(stage, 1, "bf16", "zenflow", zero=zero, config={**config, "train_batch_size": 120})
 
 
 @pytest.mark.parametrize("stage", params([1], [1, 2, 3]))
-def test_columns_of_zenflow(stage: int, engines: Engines) -> None:
-    """Selected columns are newer than the masters; at ZeRO 1 and 2 only the weights come back."""
+def test_states_of_zenflow_are_refused(stage: int, engines: Engines) -> None:
+    """Selected columns are newer than the masters. At ZeRO 1 and 2 the weights can be restored."""
     engines.build("cpu_adam")
     kind = make_zenflow(stage)
     saved = engines.save(kind.on(), steps=(5,))
@@ -114,7 +114,7 @@ def test_columns_of_zenflow(stage: int, engines: Engines) -> None:
         )
 
 
-# --- the stand-ins of operators
+# --- stand-ins for operators
 
 
 def step_twice(name: str, decoupled: bool) -> list[torch.Tensor]:
@@ -139,7 +139,7 @@ def step_twice(name: str, decoupled: bool) -> list[torch.Tensor]:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("decoupled", [False, True])
 @pytest.mark.parametrize("name", ["cpu_adam", "fused_adam"])
-def test_the_stand_ins_compute_what_the_operators_do(name: str, decoupled: bool, engines: Engines) -> None:
+def test_stand_ins_for_operators_compute_the_same_results(name: str, decoupled: bool, engines: Engines) -> None:
     engines.build(name)
     (real,) = engines.worlds.get(1).run(step_twice, name, decoupled)
     importlib.import_module("tests.support.operators")

@@ -42,7 +42,7 @@ def go(source: Launch, target: Launch, patterns: Any = None, **more: Any) -> Row
 
 
 def check_weights(saved: Saved, outcome: Outcome, *, least: int = 26, by_modules: bool = False) -> None:
-    """Compare a load of the weights alone, for which the first loads of a fresh engine are."""
+    """Compare a load of only weights, by the first loads of a fresh engine."""
     assert not outcome.errors and all(local.direct for local in outcome.ranks)
     expected = expect(saved.state, outcome.state)
     if by_modules:
@@ -67,7 +67,7 @@ ROUTES = [
     Row(pipe(1, 2, world=2), list_weights(TP2_PP2), "dense"),
     go(TP2_PP2, plain(1, 3, world=2)),
     Row(plain(1, 3, world=2, sp=2, model="llama"), [LLAMA], "llama", compared=MOST),
-    # The same topology is DeepSpeed's own load, unless it would not restore all parameters.
+    # DeepSpeed loads an unchanged topology, unless it would not restore all parameters.
     go(TP2_PP2, TP2_PP2),
 ]
 More = partial(go, exhaustive=True)
@@ -102,7 +102,7 @@ ROUTES += [
     More(MOE, plain(4, 3)),
 ]
 
-# The padding of vocabularies: rows of padding take part in the loss.
+# The padding of vocabularies: the loss depends on rows of padding.
 ROWS_OF = {1: 264, 2: 272, 4: 288}
 HEAD, WORDS = "language_model.output_layer.weight", "language_model.embedding.word_embeddings.weight"
 
@@ -215,7 +215,7 @@ def megatron(launch: Launch, **more: Any) -> Megatron:
 
 
 def check_client_state(saved: Saved, outcome: Outcome) -> None:
-    """Check that the arguments of Megatron come back."""
+    """Check that the arguments of Megatron are restored."""
     found, newest = outcome.ranks[0].client_state, saved.kind.client_states[RELEASES[0]]
     expected = {key: newest[key] for key in newest if key != "universal_checkpoint_info"}
     assert {key: found.get(key) for key in expected} == expected
@@ -237,7 +237,7 @@ FUSED = {"interleaved": "megatron-gpt-interleaved", "megatron-llama": "megatron-
 
 
 def list_megatron() -> Iterator[Row]:
-    """The first row has the metadata of several releases, the others the newest alone."""
+    """Yield rows: the first has the metadata of several releases, the others only the newest."""
     four, newest = megatron(TP2_PP2, model="megatron"), EDGES if is_exhaustive() else EDGES[:1]
     yield of_each(four, pipe(1, 2, world=2), PATTERNS["rules"], EDGES)
     for target, layout in product((pipe(4), PP2), PATTERNS):
@@ -245,10 +245,10 @@ def list_megatron() -> Iterator[Row]:
     for target, model in product((plain(1, 3, world=2), plain(4)), FUSED):
         is_more = target.world > 2 or model != "interleaved"
         yield of_each(megatron(TP2, model=model), target, FUSED[model], newest, exhaustive=is_more)
-    # The saving engine has no attributes, the loading one has them.
+    # Only the loading engine has attributes.
     yield of_each(megatron(PP2, model="unmarked"), TP2_PP2, "megatron-gpt", newest)
     yield of_each(megatron(PP2, model="megatron"), TP2_PP2, {"rules": [QKV]}, ("2023-10", "none"), exhaustive=True)
-    # Frozen parameters and buffers come from the nested dict of the module, and so do the masters of stage 0.
+    # Frozen parameters, buffers and the masters of stage 0 are read from the nested dict of the module.
     yield of_each(megatron(TP2, model="extras", nested=True), plain(1, 3, world=2), SPAN_OF_FAMILY, newest)
     nested = megatron(TP2_STAGE0, model="megatron", nested=True)
     yield of_each(nested, plain(1, 2, world=2), SPAN_OF_FAMILY, EDGES, exhaustive=True)
@@ -258,8 +258,8 @@ def list_megatron() -> Iterator[Row]:
 # --- pipelines of letters: other numbers of stages, layers on other stages, tied modules
 
 GPT = "EBBBBBBH"
-TWICE = "EBHBBBHB"  # at 4 stages the first, the second and the last hold the tied module; at 2 the first uses it twice
-NORM = "eBBBNh"  # without ZeRO a norm alone may form a stage
+TWICE = "EBHBBBHB"  # at 4 stages the first, second and last have the tied module; at 2 the first uses it twice
+NORM = "eBBBNh"  # without ZeRO a stage may be only a norm
 EMPTY = "eBff"
 SHIFT = "tied_modules.embed.shift"
 Stages = partial(pipe, 1, method="uniform", model=GPT)
@@ -292,14 +292,14 @@ def list_letters() -> Iterator[Row]:
     alone = partial(Source, arguments={"load_optimizer_states": False}, check=check_pipeline_weights)
     two = BF16_PIPELINE.but(world=2)
     modules = Source(two, arguments={"load_module_only": True}, check=check_pipeline_weights)
-    # DeepSpeed does not restore untied copies of a tied module: they come from the masters. The head's buffers have no
-    # file.
-    own = {**LETTERS, "ignored": "buffer", "tolerance": 0.0}
-    yield Row(Stages(2), [alone(Stages(2)), Stages(2)], GPT, compared=own)
-    yield Row(two, [modules, alone(two), two], GPT, compared=own)
-    yield Row(FP16_PIPELINE, [alone(FP16_PIPELINE), FP16_PIPELINE], GPT, compared=own, exhaustive=True)
-    yield letters(Stages(2), Stages(2), NORM, compared=own, exhaustive=True)
-    ours = Stages(4, 0, "bf16")  # BF16_Optimizer, without ZeRO, on whose save DeepSpeed's own load fails
+    # DeepSpeed does not restore untied copies of a tied module: the plugin copies the masters. The head's buffers have
+    # no file.
+    exact = {**LETTERS, "ignored": "buffer", "tolerance": 0.0}
+    yield Row(Stages(2), [alone(Stages(2)), Stages(2)], GPT, compared=exact)
+    yield Row(two, [modules, alone(two), two], GPT, compared=exact)
+    yield Row(FP16_PIPELINE, [alone(FP16_PIPELINE), FP16_PIPELINE], GPT, compared=exact, exhaustive=True)
+    yield letters(Stages(2), Stages(2), NORM, compared=exact, exhaustive=True)
+    ours = Stages(4, 0, "bf16")  # BF16_Optimizer without ZeRO: DeepSpeed's load of its saves fails
     yield Row(ours, [alone(ours), ours], GPT, compared={**LETTERS, "losses": False})
     more = partial(letters, exhaustive=True)
     yield more(Stages(2), Stages(4))
@@ -316,7 +316,7 @@ def list_letters() -> Iterator[Row]:
     if find_reason("DualPipeV"):
         return
     # Under DualPipeV every rank holds two stages, whose layers are not contiguous.
-    yield more(Stages(2, dual=True), Stages(2, dual=True), compared=own)
+    yield more(Stages(2, dual=True), Stages(2, dual=True), compared=exact)
     yield letters(Stages(2), Stages(2, dual=True, world=2))
     yield letters(Stages(2, dual=True), Stages(4))
     yield more(Stages(4, dual=True), Stages(2), TWICE)
@@ -341,7 +341,7 @@ UNEVEN = (
 
 
 def list_autotp() -> Iterator[Row]:
-    """Uneven models have all that even ones have, and ranks without attention. Even ones are exhaustive."""
+    """Yield rows. Uneven models have all features of even ones, so even ones are exhaustive."""
     chosen = [(UNEVEN_BF16, UNEVEN[1][1])]
     for source, target in [*turns(*EVEN, 2), *turns(*UNEVEN, 2), *chosen]:
         if source != target:
@@ -365,12 +365,12 @@ def test_resumes(row: Row, engines: Engines, subtests: pytest.Subtests) -> None:
     engines.resume(row, subtests)
 
 
-# --- layers, tied modules and shards are where the rows above need them
+# --- check of the rows above: positions of layers, tied modules and shards
 
 
 @pytest.mark.exhaustive
-def test_layers_move_between_stages(engines: Engines) -> None:
-    """Other partition methods cut the layers elsewhere."""
+def test_the_rows_above_move_layers_between_stages(engines: Engines) -> None:
+    """Other partition methods cut layers differently."""
     cuts = []
     for method in ("parameters", "uniform"):
         saved = engines.saved(pipe(1, 4, 0, method=method))
@@ -386,16 +386,18 @@ TIED = "tied_modules.embed.position_embeddings.weight"
 @pytest.mark.parametrize(
     ("source", "target", "warned"),
     [
-        pytest.param(TP2_PP2, pipe(1, 2), [], marks=pytest.mark.exhaustive),  # each stage gets its copy back, as above
-        (TP2_PP2, pipe(2, world=2), [1, 0]),  # the first stage's copy counts
+        pytest.param(TP2_PP2, pipe(1, 2), [], marks=pytest.mark.exhaustive),  # each stage restores its copy, as above
+        (TP2_PP2, pipe(2, world=2), [1, 0]),  # the first stage's copy is restored
         (TP2_PP2_STAGE0, pipe(1, 2, world=2), [1]),  # no file has the last stage's copy
     ],
     ids=["both", "first", "unsaved"],
 )
-def test_positions_of_stages(source: Launch, target: Launch, warned: list[int], engines: Engines) -> None:
-    """DeepSpeed ties the word embeddings only: the last stage's positions decay without ever having a gradient.
+def test_untied_position_embeddings_of_stages_are_restored_or_reported(
+    source: Launch, target: Launch, warned: list[int], engines: Engines
+) -> None:
+    """DeepSpeed ties only the word embeddings: the last stage's positions decay and never have a gradient.
 
-    Everything else comes back as well.
+    All other states are restored, too.
     """
     run = engines.saved(source)
     saved = join(run.ranks, "dense").parameters
@@ -414,8 +416,8 @@ def test_positions_of_stages(source: Launch, target: Launch, warned: list[int], 
     assert not words or source == TP2_PP2_STAGE0
 
 
-def test_shards_and_copies_are_where_they_should_be(engines: Engines, subtests: pytest.Subtests) -> None:
-    """Otherwise the tests above would not notice a copy on the wrong stage or rank."""
+def test_the_rows_above_have_different_shards_and_copies(engines: Engines, subtests: pytest.Subtests) -> None:
+    """Otherwise the tests above would not detect a copy on the wrong stage or rank."""
     saved = engines.saved(Stages(2)).state.parameters
     assert not saved[SHIFT].fp32.equal(saved[f"{SHIFT}#1"].fp32)
     run = engines.saved(Stages(4, model=TWICE))
@@ -431,8 +433,8 @@ def test_shards_and_copies_are_where_they_should_be(engines: Engines, subtests: 
 
 
 @pytest.mark.skipif(Version("0.19") > DEEPSPEED, reason="AutoTP saves its layout since 0.19")
-def test_the_saved_maps_outrank_the_saved_lists(engines: Engines) -> None:
-    """The maps name every parameter, and scale no piece. Of three key-value heads two ranks hold two and one."""
+def test_saved_affine_maps_override_saved_lists(engines: Engines) -> None:
+    """The maps name every parameter and scale no piece. Two ranks hold two and one of three key-value heads."""
     found = few([UNEVEN_BF16, Uneven(4, 0)], 1)
     assert [list_widths(engines.saved(each)) for each in found] == [[16, 8], [8, 8, 8, 0]][: len(found)]
     folder = str(engines.saved(UNEVEN_BF16).folder)
@@ -454,7 +456,7 @@ def list_widths(saved: Saved) -> list[int]:
     return [found[rank] for rank in sorted(found)]
 
 
-def test_the_dict_of_a_module_is_nested(engines: Engines) -> None:
+def test_megatrons_saved_module_is_a_nested_dict(engines: Engines) -> None:
     saved = engines.saved(megatron(TP2, model="extras", nested=True))
     (path,) = (saved.folder / "newest").glob("*/mp_rank_01_model_states.pt")
     module = torch.load(path, weights_only=False)["module"]
@@ -476,11 +478,11 @@ UNSETTLED: dict[str, tuple[Launch, Launch, str, list[str], str]] = {
         for model in FUSED
     },
 }
-"""Source, target, part of the save, words that the message has, and one that it lacks."""
+"""Source, target, part of the save, words in the message, and a word that it lacks."""
 
 
 @pytest.mark.parametrize("name", params([*UNSETTLED][:3], UNSETTLED))
-def test_patterns_are_not_guessed(name: str, engines: Engines) -> None:
+def test_unknown_patterns_are_refused(name: str, engines: Engines) -> None:
     source, target, part, words, absent = UNSETTLED[name]
     folder = engines.saved(source).folder / part
     (refused,) = engines.load(target.but(model=source.model), folder)

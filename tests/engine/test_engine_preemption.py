@@ -19,7 +19,7 @@ SCRIPT = str(Path(__file__).with_name("preempted_script.py"))
 LAUNCHERS: dict[str, tuple[list[str], Callable[[int, int], None], list[str]]] = {
     # The agent signals the process group of each rank.
     "torchrun": ([*TORCHRUN, "--master-port={port}"], os.kill, ["spawn", "forkserver"]),
-    # The signal goes to all, as a scheduler sends it; launch.py sends it to all descendants of a rank once more.
+    # A scheduler signals all processes; launch.py signals all descendants of a rank again.
     "deepspeed": ([*DEEPSPEED[:2], "--no_local_rank", "--master_port={port}"], os.killpg, ["fork"]),
 }
 
@@ -27,8 +27,8 @@ LAUNCHERS: dict[str, tuple[list[str], Callable[[int, int], None], list[str]]] = 
 @pytest.mark.exhaustive  # test_children.py has the workers, test_engine_carry.py the saves
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_job_with_workers_saves_when_it_is_signaled(launcher: str, tmp_path: Path) -> None:
-    """During an evaluation, and while the ranks wait for data. Workers and helpers survive, and end with their rank."""
+def test_a_job_with_data_loader_workers_saves_on_a_signal(launcher: str, tmp_path: Path) -> None:
+    """The signal arrives in an evaluation or a wait for data. Workers and helpers survive it until their rank ends."""
     command, send, methods = LAUNCHERS[launcher]
     output, mark = tmp_path / "output", f"UCP_TEST={tmp_path}"
 
@@ -51,14 +51,14 @@ def test_job_with_workers_saves_when_it_is_signaled(launcher: str, tmp_path: Pat
         )  # fmt: skip
         try:
             wait_for_event("waits")
-            for pid in map(int, list_events("evaluates")):  # as Slurm's --signal=USR1
+            for pid in map(int, list_events("evaluates")):  # like Slurm's --signal=USR1
                 rank = psutil.Process(pid)
                 for each in [rank, *rank.children(recursive=True)]:
                     each.send_signal(signal.SIGUSR1)
             (tmp_path / "evaluate").touch()
             wait_for_event("trains")
             assert (tmp_path / "saves" / "latest").read_text() == "global_step2"
-            assert list_events("program") == [str(-signal.SIGUSR1)] * RANKS  # as without the plugin
+            assert list_events("program") == [str(-signal.SIGUSR1)] * RANKS  # like without the plugin
             assert list_events("helper") == ["2"] * RANKS
             send(process.pid, signal.SIGTERM)
             wait_until(lambda: "SIGTERM received: " in output.read_text())

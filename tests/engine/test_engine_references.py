@@ -1,4 +1,4 @@
-"""Objects that hold references to an optimizer still act on it after a resume, in the same topology too."""
+"""Objects with references to an optimizer still change it after a resume in another or an unchanged topology."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class KeepsDicts(KeepsList):
 
 
 class KeepsBetas(KeepsList):
-    """Like KeepsList, and sets betas too."""
+    """Like KeepsList, and also sets betas."""
 
     def step(self) -> None:
         super().step()
@@ -66,7 +66,7 @@ class KeepsBetas(KeepsList):
 
 
 class SavesGroups(KeepsList):
-    """Like KeepsList, with all attributes in its state dict, as torch's schedulers have them."""
+    """Like KeepsList, with all attributes in its state dict, like torch's schedulers."""
 
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -123,10 +123,10 @@ if "GreedyLR" in dir(transformers):  # without its import, which takes seconds
 
 ALIKE = ("MultiplicativeLR", "StepLR", "MultiStepLR", "ConstantLR", "LinearLR", "ExponentialLR", "PolynomialLR")
 ALIKE += ("linear", "inverse_sqrt", "wsd", "WarmupDecayLR")
-"""They load their numbers as LambdaLR or WarmupLR does (the last four are such), and the exhaustive rows try them."""
+"""They load their numbers like LambdaLR or WarmupLR (the last four are such), so only exhaustive rows have them."""
 
 SAME = (*HOLDERS, "LambdaLR", "OneCycleLR", "ReduceLROnPlateau", "SequentialLR", "ChainedScheduler", "OneCycle")
-"""They differ in what they hold or set. In the same topology, where DeepSpeed loads, others are exhaustive."""
+"""They differ in their references and outputs. In the same topology, which DeepSpeed loads, others are exhaustive."""
 
 WAYS = ("given", "callable", "own")
 """A scheduler is an argument of `initialize`, is made by a callable, or is made and stepped by the script."""
@@ -197,7 +197,7 @@ class Training:
 
 
 def train_each(case: Case, rows: Sequence[tuple[str, str]], folder: str) -> list[Trace]:
-    """Train with each scheduler, save and train on. Returns a trace of the steps after the save."""
+    """Train with each scheduler, save and continue. Return a trace of the steps after the save."""
     found = []
     for name, way in rows:
         training = Training(case, name, way, seed=0)
@@ -209,7 +209,7 @@ def train_each(case: Case, rows: Sequence[tuple[str, str]], folder: str) -> list
 
 
 def resume_each(case: Case, rows: Sequence[tuple[str, str]], folder: str) -> list[tuple[bool, Trace]]:
-    """Resume each run. Returns True for the plugin's loader, and a trace of the steps after the load."""
+    """Resume each run. Return True for the plugin's loader, and a trace of the steps after the load."""
     found = []
     for name, way in rows:
         training = Training(case, name, way, seed=1)
@@ -219,7 +219,7 @@ def resume_each(case: Case, rows: Sequence[tuple[str, str]], folder: str) -> lis
 
 
 def list_replaced(case: Case, folder: str) -> tuple[bool, list[str]]:
-    """Load into a trained engine. Returns True for the plugin's loader, and the names of replaced objects."""
+    """Load into a trained engine. Return True for the plugin's loader, and the names of replaced objects."""
     training = Training(case, "LambdaLR", "given", seed=1)
     training.train(1)
     before = dict(_list_objects(training.engine))
@@ -263,7 +263,7 @@ CASES = [
     for pair in ((0, 1), (1, 2), (2, 3), (3, 0))
 ]
 CASES += [pytest.param(*pair, True, marks=pytest.mark.exhaustive) for pair in product(STAGES, STAGES)]
-"""Stages of the run that saves and of the other topology, and whether each scheduler is tried in every way."""
+"""Stages of the saving run and of the other topology; True if each scheduler is tried in every way."""
 LOSS_TOLERANCE = 1e-4
 
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
@@ -278,7 +278,7 @@ OF_EACH = [TRAINED[place] for place in (0, 1, 2, 5, 7, 9, 11, 12, 13, 17, 18)]
 
 
 def list_rows(turn: int, every: bool) -> list[tuple[str, str]]:
-    """List schedulers and how the script gives them: each in one way, which depends on the turn.
+    """List schedulers with a way to pass each to the engine, which depends on the turn.
 
     Args:
         every: all schedulers in every way.
@@ -291,7 +291,7 @@ def list_rows(turn: int, every: bool) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("stage", "other", "every"), CASES)
-def test_schedulers_go_on_as_in_the_uninterrupted_run(
+def test_schedulers_continue_like_in_the_uninterrupted_run(
     stage: int,
     other: int,
     every: bool,
@@ -299,7 +299,7 @@ def test_schedulers_go_on_as_in_the_uninterrupted_run(
     ucp_worlds: WorldPool,
     subtests: pytest.Subtests,
 ) -> None:
-    """Their rates and betas, and the losses of five steps, in the same topology and at another stage.
+    """Compare rates, betas and losses of five steps, in the same topology and at another stage.
 
     Every rank has a whole scheduler: a second rank is exhaustive.
     """
@@ -316,10 +316,8 @@ def test_schedulers_go_on_as_in_the_uninterrupted_run(
 
 
 @pytest.mark.parametrize("case", params(OF_EACH, TRAINED, str))
-def test_a_load_replaces_no_object_of_an_engine_that_has_trained(
-    case: Case, tmp_path: Path, ucp_worlds: WorldPool
-) -> None:
-    """Param groups and their list, in each layer, parameters, masters, states, scheduler and loss scalers."""
+def test_a_load_replaces_no_object_of_a_trained_engine(case: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """These are param groups and their list in each layer, parameters, masters, states, scheduler and loss scalers."""
     world = ucp_worlds.get(1)
     world.run(train_each, case, [("LambdaLR", "given")], str(tmp_path))
     for target in (case, case.but(stage=(case.stage + 1) % 4, zero={})):

@@ -1,6 +1,6 @@
 """Refusals: every rank raises the same error, and the engine is unchanged.
 
-One engine of each kind refuses all its cases, one after the other, and trains then.
+One engine of each kind refuses all its cases, one after the other, and then trains.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def truncate(path: Path, size: int) -> None:
 
 
 def flip(path: Path, least: int = 0) -> None:
-    """Flip one bit in the middle of the largest record, or of the smallest of at least `least` bytes."""
+    """Flip one bit in the middle of the largest record, or of the smallest one with at least `least` bytes."""
     with zipfile.ZipFile(path) as archive:
         records = sorted((i for i in archive.infolist() if "/data/" in i.filename), key=lambda i: i.file_size)
     record = next(r for r in records if r.file_size >= least) if least else records[-1]
@@ -280,7 +280,7 @@ ROWS = [Row(kind, sources, live=options) for kind, options, sources in ENGINES.v
 
 
 @pytest.mark.parametrize("row", [row.param for row in ROWS])
-def test_refused(row: Row, engines: Engines, subtests: pytest.Subtests) -> None:
+def test_engines_refuse_invalid_checkpoints(row: Row, engines: Engines, subtests: pytest.Subtests) -> None:
     engines.resume(row, subtests)
 
 
@@ -310,10 +310,10 @@ def initialize_error(ds_config: dict[str, Any]) -> tuple[str, str]:
     ],
     ids=str,
 )  # fmt: skip
-def test_configuration_that_cannot_be(
+def test_an_invalid_configuration_is_refused_by_initialize(
     dp: int, config: dict[str, Any], words: tuple[str, ...], engines: Engines
 ) -> None:
-    """The engine is not built; ``tests/test_config.py`` has all faults."""
+    """``tests/test_config.py`` has all faults."""
     plain = Case(1, dp).ds_config
     if "train_batch_size" in config:
         del plain["gradient_accumulation_steps"]

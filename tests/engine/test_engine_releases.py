@@ -1,4 +1,4 @@
-"""Saves of each release, loaded by all others, to the bit (`make test-releases`)."""
+"""Saves of each release of DeepSpeed, loaded by all others to the bit (`make test-releases`)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ROWS = [(kind, to) for kind in KINDS for name, targets in TARGETS.items() if kin
 
 
 @pytest.mark.releases
-def test_saves_for_other_releases(engines: Engines) -> None:
+def test_write_saves_for_other_releases(engines: Engines) -> None:
     root = Path(SAVES, OWN)
     shutil.rmtree(root, ignore_errors=True)
     for number, (name, kind) in enumerate(KINDS.items()):

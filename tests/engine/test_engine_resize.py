@@ -1,4 +1,4 @@
-"""Models of other vocabularies than the saved one, in real engines."""
+"""Models with another vocabulary than the saved one, in real engines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.engines.ranks import Load
 from tests.support.exports import check_same
 
 ROWS, WIDER = 11, 14
-"""Rows of the saved vocabulary, which are all that batches and losses use, and of a larger one."""
+"""Rows of the saved vocabulary, the only ones that batches and losses use, and of a larger one."""
 
 VOCABULARY = r"(embed|head)\..*"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -83,7 +83,7 @@ class Vocabulary(Case):
 
 
 def load(engines: Engines, kind: Vocabulary, *folders: Path, **options: Any) -> list[Outcome]:
-    """Load one folder after the other, and train on if the saved vocabulary fits."""
+    """Load one folder after the other, and continue training if the vocabulary is unchanged."""
     loads = [Load(str(folder), steps=2 * (kind.rows >= ROWS)) for folder in folders]
     return engines.load(kind, *loads, read_before=True, **options)
 
@@ -99,7 +99,7 @@ def list_states(parameter: CapturedParameter) -> dict[str, Tensor]:
 
 
 def find_mean(weight: Tensor) -> Tensor:
-    """Return the mean of the rows, summed one after the other in float64."""
+    """Return the mean of the rows, summed sequentially in float64."""
     return torch.from_numpy(np.asarray(sum(weight.numpy().astype(np.float64)) / len(weight))).float()
 
 
@@ -119,7 +119,7 @@ def grow(saved: CapturedEngine, live: CapturedEngine, rows: int, new: str) -> di
 
 
 def check(state: CapturedEngine, wanted: Mapping[str, Mapping[str, Tensor]], precision: str) -> None:
-    """Masters, states and 16-bit copies, to the bit."""
+    """Compare masters, states and 16-bit copies to the bit."""
     assert state.parameters.keys() == wanted.keys()
     for name, each in state.parameters.items():
         check_same(list_states(each), dict(wanted[name]))
@@ -135,9 +135,9 @@ def make_kinds(rows: int, new: str, **rule: Any) -> list[Vocabulary]:
 
 
 def test_a_vocabulary_grows_at_every_stage(tmp_path: Path, engines: Engines) -> None:
-    """New rows keep the live model's values, again in an engine that has trained, and after a load that failed.
+    """New rows keep the live model's values, also in an engine that has trained, and after a failed load.
 
-    Masters in partitions always run, below ZeRO 3 and at it; `test_new_rows_by_other_rules` has whole ones.
+    Engines with partitioned masters always run, below ZeRO 3 and at it. `test_new_rows_by_other_rules` has whole ones.
     """
     damaged, saved = tmp_path / "damaged", engines.saved(Vocabulary(1))
     shutil.copytree(saved.folder, damaged)
@@ -154,8 +154,8 @@ def test_a_vocabulary_grows_at_every_stage(tmp_path: Path, engines: Engines) -> 
         failed.check_refused("CRC32")
 
 
-def test_new_rows_by_other_rules_and_fewer_rows(engines: Engines) -> None:
-    """The mean of the saved ones, which is the same at every stage; zero; the last ones left out; no rule."""
+def test_new_rows_by_other_rules(engines: Engines) -> None:
+    """The rules: mean of the saved rows (equal at every stage), zero, removal of the last rows, and no rule."""
     tied = {"tied": True}
     saved = engines.saved(Vocabulary(3), **tied)
     kinds = [*make_kinds(WIDER, "mean")[:4:3], *make_kinds(WIDER, "zero")[2:3]]
@@ -171,8 +171,8 @@ def test_new_rows_by_other_rules_and_fewer_rows(engines: Engines) -> None:
     refused.check_refused("(11, 6) in the checkpoint, (14, 6) in the model", rule)
 
 
-def test_frozen_rows_in_an_unchanged_topology(engines: Engines) -> None:
-    """The optimizer's states have the saved shapes: the plugin loads all the same, in 16 bits, too."""
+def test_the_plugin_resizes_a_frozen_vocabulary_in_an_unchanged_topology(engines: Engines) -> None:
+    """The optimizer's states have the saved shapes, so only the module shows the difference. One case is in 16 bits."""
     frozen, rules = {"frozen": True}, {"resize": [{"match": VOCABULARY, "new": "mean"}]}
     saved = engines.saved(Vocabulary(1, 2, "bf16"), **frozen)
     for stage in (1, 3):
@@ -194,10 +194,10 @@ AUTO = ("uneven", "uneven-wider", plain(2, 3, precision="bf16"), (plain(2, 2), p
     ("model", "wider", "source", "targets", "rows"),
     [pytest.param(*PADDED, id="megatron"), pytest.param(*AUTO, id="autotp", marks=pytest.mark.exhaustive)],
 )
-def test_vocabularies_under_tensor_parallelism(
+def test_a_vocabulary_grows_under_tensor_parallelism(
     model: str, wider: str, source: Launch, targets: Sequence[Launch], rows: tuple[int, int, int], engines: Engines
 ) -> None:
-    """Rows match by their numbers in the whole; 257 of Megatron's rows are no padding. New rows are their mean."""
+    """Rows match by their index in the whole tensor. 257 of Megatron's rows are no padding. New rows are their mean."""
     kept, old, new = rows
     rule = {"match": ".*(embed|output_layer|lm_head).*", "new": "mean"}
     run = engines.saved(source.but(model=model))

@@ -1,7 +1,7 @@
-"""Every ZeRO stage in every precision to every other, at other data-parallel sizes and at the same one; variants.
+"""Resumes between all ZeRO stages, precisions and data-parallel sizes, and of variants of engines.
 
-Every kind of engine is a source and a target. Pairs of both are exhaustive: the files of a source become an index, and
-buffers of a target a view, and `load/test_reshard.py` combines every index with every view in one process.
+Every kind of engine is a source and a target. Most pairs are exhaustive, because `load/test_reshard.py` combines every
+kind of files with every kind of buffers in one process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.support.engines.standins import Stood
 
 STAGES, PRECISIONS = (0, 1, 2, 3), ("fp32", "bf16", "fp16")
 EVERY_TENSOR = {"least": 38}
-"""Masters, values and two moments of eight trained parameters, frozen ones, buffers."""
+"""Number of masters, values and two moments of eight trained parameters, of frozen ones and buffers."""
 RELEASES = pytest.mark.releases
 Mixed = partial(Row, options=MIXED, compared=EVERY_TENSOR, marks=[RELEASES])
 
@@ -44,7 +44,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def check_cast(saved: Saved, outcome: Outcome) -> None:
-    """Check that rank 0 alone warns of another precision."""
+    """Check that only rank 0 warns about another precision."""
     before, after = (DTYPES[each.kind.precision] for each in (saved, outcome))
     for rank, local in enumerate(outcome.ranks):
         found = local.list_messages("WARNING", "differs from the saved one: precision ")
@@ -64,7 +64,7 @@ def list_matrix() -> list[Row]:
         sources = [
             Case(s, size_of(s, p, 1), p) for s, p, *to in pairs if to == [stage, precision] and saves_states(s, p)
         ]
-        first = stage + PRECISIONS.index(precision)  # each source is some engine's first
+        first = stage + PRECISIONS.index(precision)  # each source is the first of one engine
         target, is_more = Case(stage, size_of(stage, precision), precision), (stage, precision) not in chosen
         found.append(Mixed(target, rotate(sources, first), "matrix", check=check_cast, exhaustive=is_more))
         found += [
@@ -95,8 +95,8 @@ ROUND_ROBIN = {"round_robin_gradients": True}
 ALL_ON_CPU = {**ON_CPU, "offload_param": {"device": "cpu"}, **SCATTERED}
 CLIPPING = {"gradient_clipping": 0.1}
 LEGACY = {"checkpoint": {"checkpoint_serialization": False}}  # files that are no zips
-# Without "replica" DeepSpeed's writer factory fails below stage 3. With it all data-parallel ranks write different
-# bytes to one file of model states at once, which is then not always readable.
+# Without "replica" DeepSpeed's writer factory fails below stage 3. With it all data-parallel ranks concurrently write
+# different bytes to one file of model states, which may then be unreadable.
 REPLICA = {"type": "python", "data_parallel": "replica"}
 WRITER, DECOUPLED = ({"checkpoint": {"writer": {**REPLICA, **more}}} for more in ({}, {"decoupled": True}))
 
@@ -145,7 +145,7 @@ ODD_TARGETS: list[tuple[Case, list[Case], dict[str, Any]]] = [
 
 
 def list_odd() -> list[Row]:
-    """List saves before the first step, which go into a fresh engine and into one that has trained, and others."""
+    """List saves before the first step, for a fresh and for a trained engine, and other unusual saves."""
     found = []
     for stage in STAGES:
         unstepped = [Source(Case((3 * stage + k) % 4, 3), steps=(0, 2)) for k in range(1, 5)]
@@ -157,7 +157,7 @@ def list_odd() -> list[Row]:
     for number, (target, saved, live) in enumerate(ODD_TARGETS):
         is_more = number not in (0, 2, 5, 6)
         found.append(Row(target, saved, "odd", MIXED, live, marks=[RELEASES], exhaustive=is_more))
-    # DeepSpeed's old elastic format has no param groups: the live hyper-parameters stay.
+    # DeepSpeed's old elastic format has no param groups: live hyper-parameters are kept.
     elastic = [Case(1, 3, zero={"elastic_checkpoint": True})]
     found.append(Row(Case(3, 2), elastic, "elastic"))
     found += [Row(target, elastic, "elastic", exhaustive=True) for target in (Case(1, 2), Case(0, 3))]
@@ -197,7 +197,7 @@ def list_optimizers() -> list[Row]:
 
         sources, is_more = [Case((stage + turn) % 4, 3) for turn in (2, 3)], (name, stage) not in OPTIMIZERS
         options = {**SMALL, "optimizer": name}
-        steps = [Source(each, steps=(2, 2)) for each in few(sources, 1)]  # amsgrad's states differ from the second on
+        steps = [Source(each, steps=(2, 2)) for each in few(sources, 1)]  # amsgrad's states differ after two steps
         found.append(Row(Case(stage, 2), steps, "optimizer", options, check=check, exhaustive=is_more))
     return found
 
@@ -236,7 +236,7 @@ ADAMS = [
         Row(Case(stage, 2), [Source(Case(0, 3), check=check_group_steps)], "fused", FUSED, exhaustive=stage < 3)
         for stage in (1, 2, 3)
     ),
-    # The same Adam, once in DeepSpeed's fused kernel and once in torch's: FP16_Optimizer to FP16_UnfusedOptimizer.
+    # The same Adam in DeepSpeed's fused kernel and in torch's: FP16_Optimizer to FP16_UnfusedOptimizer.
     *(
         Row(target, [source], "fused_to_unfused", {**SMALL, "optimizer": "fused_adam"},
             {"optimizer": "adam_like_fused"}, compared={"direct": True}, marks=[RELEASES], exhaustive=target.world > 2)
@@ -273,7 +273,7 @@ CASTING = [
 
 
 def check_quantized(saved: Saved, outcome: Outcome) -> None:
-    """ZeRO++'s qwZ gathers weights in 8 bit, for the comparison too; it does not change the states or files."""
+    """Check an engine with ZeRO++'s qwZ, whose gathers (here for the comparison, too) are in 8 bits; files are not."""
     assert all(", state value:" in text for text in compare(saved.state, outcome.state)[1])
     assert outcome.losses == pytest.approx(saved.losses, rel=0.05)
 
@@ -294,14 +294,14 @@ def list_variants() -> list[Row]:
     found.append(Row(Case(2, 2), [Source(Case(1, 3), {"model": "compiled"})], options=SMALL))
     orders: list[dict[str, Any]] = [{"reverse_groups": True}, {"model": "reordered"}]
     for order, stage in product(range(2), STAGES):
-        # Matched by name except from stage 0, which saves positions only; DeepSpeed's load would mix up the states.
+        # Matched by name, except from stage 0, which saves only positions; DeepSpeed's load would mix up the states.
         sources, is_more = (
             [Case(stage % 3 + 1, 3)] + [Case(stage, 2)] * (stage > 0),
             (order, stage) not in ((0, 0), (1, 3)),
         )
         row = partial(Row, Case(stage, 2), sources, f"order{order}", SMALL, orders[order], exhaustive=is_more)
         found.append(row(compared={"direct": True}))
-    for stage in STAGES:  # steps that overflow are skipped and halve the loss scale; both come back
+    for stage in STAGES:  # steps that overflow are skipped and halve the loss scale; both numbers are restored
         sources = [
             Source(Case(other, 3, "fp16", config=OVERFLOWING), steps=(10, 2)) for other in rotate(STAGES, stage + 1)
         ]
@@ -339,7 +339,7 @@ def list_variants() -> list[Row]:
 
 
 def keep(stage: int, world: int, precision: str, *, states: bool = False, offload: bool = True) -> Source:
-    """Masters in 16 bit, and with `states` the moments, too, without which DeepSpeed requires its CPUAdam."""
+    """Keep masters in 16 bits, and with `states` moments, too; otherwise DeepSpeed requires its CPUAdam."""
     section = {"enabled": True, f"{precision}_master_weights_and_grads": True}
     section |= {"bf16_optimizer_states": True} if states else {}
     section |= {"initial_scale_power": 8} if precision == "fp16" else {}
@@ -366,16 +366,16 @@ WIDE = [
 """With masters in fp32."""
 LOW = [each for stage in (1, 2, 3) for each in list_low(stage, 2)]
 LOWEST = [LOW[5], LOW[10]]
-"""Both kinds of moments in 16 bit, at two stages; other targets than the second one are exhaustive."""
+"""Both kinds of moments in 16 bits, at two stages; only the second target always runs."""
 HALF, TWO = {"model": "half"}, {**SMALL, "model": "two_dtypes"}
 OWN_HALF = [Source(Case(stage, 3 if stage == 1 else 2), HALF) for stage in STAGES]
-"""A model in bf16 without any configuration of it."""
+"""A model in bf16 without a section of it in the ds_config."""
 BY_DTYPE = {**TWO, "optimizer": "adamw_by_dtype"}
 KEPT = {"data_types": {"buffer_dtype": "bf16", "keep_in_fp32_modules": ["running"]}}
 
 
 def list_dtypes(state: CapturedEngine) -> set[tuple[str, torch.dtype]]:
-    """Of masters and moments."""
+    """List the dtypes of masters and moments."""
     trained = [each for each in state.parameters.values() if each.fp32 is not None]
     masters = {("fp32", each.fp32.dtype) for each in trained if each.fp32 is not None}
     return masters | {(name, tensor.dtype) for each in trained for name, tensor in each.tensors.items()}
@@ -390,15 +390,15 @@ def check_rounding(saved: Saved, outcome: Outcome) -> None:
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     dtypes = {"fp32": low, **dict.fromkeys(("exp_avg", "exp_avg_sq"), low if moments else torch.float32)}
     assert list_dtypes(outcome.state) == set(dtypes.items())
-    told = {text.split()[0] for text in outcome.list_messages("WARNING", "is rounded")}
+    logged = {text.split()[0] for text in outcome.list_messages("WARNING", "is rounded")}
     if saved.kind == WIDE[3].kind:
-        assert told == {name for name, dtype in dtypes.items() if dtype != torch.float32}
+        assert logged == {name for name, dtype in dtypes.items() if dtype != torch.float32}
     elif precision in saved.kind.config and saved.kind.config.items() <= outcome.kind.config.items():
-        assert not told
+        assert not logged
 
 
 def list_lowered() -> list[Row]:
-    """32 bits are rounded once, 16 bits come back exactly; then the losses equal the saved run's."""
+    """List rows with low precision: 32 bits are rounded once; 16 bits are restored exactly, with equal losses."""
     low, found = partial(Row, options={"model": "mixed"}), []
     for target in LOW:
         others, is_more = list_low(1 + target.kind.stage % 3, 3), target != LOWEST[1]
@@ -419,7 +419,7 @@ def list_lowered() -> list[Row]:
     several = [Case(0, 2), Case(1, 3), Source(Case(3, 3, "bf16"), SMALL)]
     found += [Row(Case(0, 2), several, options=TWO, compared=gap)]
     found += [Row(Case(1, 2), [Case(1, 2), Case(2, 3)], options=BY_DTYPE, compared=gap)]
-    # DeepSpeed casts the buffers that it does not keep in fp32 to the dtype that the configuration gives.
+    # DeepSpeed casts buffers that it does not keep in fp32 to the configured dtype.
     target = Case(3, 2, "bf16", config=KEPT)
     return [*found, Row(target, [Case(1, 3, "bf16", config=KEPT), target])]
 
@@ -447,7 +447,7 @@ ALST = [
     Spread(3, way="all"),
 ]
 ULYSSES = [Spread(1, mpu="megatron", way="micro", sp=2), Spread(2, mpu="megatron", way="all", sp=4), Spread(1, 3)]
-"""Below stage 3, which partitions parameters only over the data-parallel ranks of such an mpu."""
+"""Below stage 3. With such an mpu stage 3 partitions parameters only over the data-parallel ranks."""
 FROM = [list_ways("alst", (1, 3)), list_ways("megatron", (1,))]
 IN_BF16 = Spread(3, precision="bf16", mpu="alst", way="micro", sp=4)
 Sequence_ = partial(Row, options={"scheduler": True}, check=check_samples, compared=EVERY_TENSOR)

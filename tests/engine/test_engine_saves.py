@@ -1,4 +1,4 @@
-"""Saves by way of memory: DeepSpeed's files, complete before `latest` names them, and loads from memory."""
+"""Saves through memory: files equal to DeepSpeed's, complete before `latest` names them; and loads from memory."""
 
 from __future__ import annotations
 
@@ -59,16 +59,18 @@ class Save(NamedTuple):
     fault: str = ""
 
 
-def save_each(ds_config: dict[str, Any], folder: str, saves: Sequence[Save], *, own: str = "") -> list[CapturedEngine]:
-    """Save several times, by DeepSpeed alone into `own`, too. Returns the state at each save."""
+def save_each(
+    ds_config: dict[str, Any], folder: str, saves: Sequence[Save], *, reference: str = ""
+) -> list[CapturedEngine]:
+    """Save several times, in `reference` by DeepSpeed without the plugin. Return the state at each save."""
     engine, is_last = make_engine(ds_config), dist.get_rank() == dist.get_world_size() - 1
     trained, states = train_engine(engine), list[CapturedEngine]()
     failing = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     for number, (steps, tag, fault) in enumerate(saves):
         train_steps(trained, steps)
-        if own:
+        if reference:
             with uninstalled():
-                engine.save_checkpoint(own, tag, {"number": number})
+                engine.save_checkpoint(reference, tag, {"number": number})
         no_room = mock.patch(MIB_FREE, return_value=1000) if fault == "no room" else nullcontext()
         runs_full = fault == "runs full" and is_last
         with no_room, mock.patch("deepspeed_ucp.saves.saver.save_over", failing) if runs_full else nullcontext():
@@ -81,7 +83,7 @@ def save_each(ds_config: dict[str, Any], folder: str, saves: Sequence[Save], *, 
 
 
 def save_weights_too(ds_config: dict[str, Any], folder: str) -> list[str]:
-    """Save, and the 16-bit weights right after it. Returns the names of weights that differ from the engine's."""
+    """Save, then save the 16-bit weights. Return the names of weights that differ from the engine's."""
     from deepspeed.runtime.zero import GatheredParameters
 
     engine = make_engine(ds_config)
@@ -98,7 +100,7 @@ def save_weights_too(ds_config: dict[str, Any], folder: str) -> list[str]:
 
 
 def forecast(ds_config: dict[str, Any], free: int) -> tuple[str, int, int]:
-    """Return the messages of a new engine with so many bytes free, and the expected bytes of a save before and after
+    """Return the messages of a new engine with so many free bytes, and the expected bytes of a save before and after
     a step.
     """
     with (
@@ -151,27 +153,25 @@ def check_loads(
 
 
 @pytest.mark.parametrize("case", params([CASES[3]], CASES, str))
-def test_the_files_are_those_of_deepspeeds_own_save(case: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+def test_files_of_a_save_through_memory_equal_deepspeeds(case: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
     config, folder = saving(case, tmp_path / "memory").ds_config, str(tmp_path / "saved")
     # ``test_engine_saves_pairs.py`` compares the files of every kind of engine on two ranks.
-    ucp_worlds.get(case.world).run(save_each, config, folder, TWICE, own=str(tmp_path / "own"))
+    ucp_worlds.get(case.world).run(save_each, config, folder, TWICE, reference=str(tmp_path / "own"))
     check_files(tmp_path, 2)
 
 
 @pytest.mark.parametrize("case", params([CASES[1]], CASES, str))
-def test_saves_at_step_0_in_the_midst_of_a_step_and_twice_under_one_tag(
-    case: Case, tmp_path: Path, ucp_worlds: WorldPool
-) -> None:
+def test_saves_at_step_0_in_a_step_and_twice_under_one_tag(case: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
     config = {**saving(case, tmp_path / "memory").ds_config, "gradient_accumulation_steps": 2}
     saves = [Save(0), Save(1, "twice"), Save(1, "twice")]
-    ucp_worlds.get(case.world).run(save_each, config, str(tmp_path / "saved"), saves, own=str(tmp_path / "own"))
+    ucp_worlds.get(case.world).run(save_each, config, str(tmp_path / "saved"), saves, reference=str(tmp_path / "own"))
     check_files(tmp_path, 2)
     assert {path.name for path in (tmp_path / "saved").glob("*/")} == {"global_step0", "twice"}
     assert (tmp_path / "saved" / "latest").read_text() == "twice"
 
 
 @pytest.mark.parametrize("target", params([Case(3, 1)], [Case(3, 3), Case(1, 2, "bf16")], str))
-def test_a_load_takes_the_newest_of_memory_and_place(target: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+def test_a_load_takes_the_newest_save_of_memory_and_folder(target: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """In the same topology and in another one; the place counts if memory has no newer save."""
     folder, memory = tmp_path / "saved", tmp_path / "memory"
     config = saving(Case(1, 2, "bf16"), memory).ds_config
@@ -179,20 +179,18 @@ def test_a_load_takes_the_newest_of_memory_and_place(target: Case, tmp_path: Pat
     world, loader = ucp_worlds.get(target.world), saving(target, memory)
     check_loads(world, loader, folder, memory, 1, states[1])
     check_loads(world, loader, folder, folder, 0, states[0], tag="global_step1")
-    (folder / "latest").write_text("global_step1")  # chosen by the user
+    (folder / "latest").write_text("global_step1")  # the user's choice
     check_loads(world, loader, folder, folder, 0)
     (folder / "latest").write_text("global_step2")
-    (folder / "global_step2" / "ucp_seal.json").unlink()  # as DeepSpeed alone saves
+    (folder / "global_step2" / "ucp_seal.json").unlink()  # like a save without the plugin
     check_loads(world, loader, folder, folder, 1)
     shutil.rmtree(memory)
     check_loads(world, loader, folder, folder, 1)
 
 
 @pytest.mark.parametrize("case", params([Case(3, 2, "bf16")], [Case(1, 2, "bf16")], str))
-def test_weights_that_are_saved_beside_a_pending_save_are_there(
-    case: Case, tmp_path: Path, ucp_worlds: WorldPool
-) -> None:
-    """`save_16bit_model` starts and commits a save of the checkpoint engine."""
+def test_save_16bit_model_works_while_a_save_is_pending(case: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """It starts and commits a save of the checkpoint engine."""
     zero = {"stage3_gather_16bit_weights_on_model_save": True} if case.stage == 3 else {}
     config = saving(case.but(zero=zero), tmp_path / "memory").ds_config
     assert ucp_worlds.get(2).run(save_weights_too, config, str(tmp_path / "saved")) == [[], []]
@@ -200,15 +198,15 @@ def test_weights_that_are_saved_beside_a_pending_save_are_there(
     assert (tmp_path / "saved" / "global_step1" / "ucp_seal.json").exists()
 
 
-def test_without_room_a_save_is_deepspeeds_own(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+def test_a_save_without_room_in_memory_is_written_by_deepspeed(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     config = saving(Case(2, 2), tmp_path / "memory").ds_config
     ucp_worlds.get(2).run(save_each, config, str(tmp_path / "saved"), [Save(fault="no room")])
     assert (tmp_path / "saved" / "latest").read_text() == "global_step1"
     assert not list((tmp_path / "memory").rglob("*_states.pt"))
 
 
-def test_memory_that_runs_full_in_a_save_makes_it_deepspeeds_own(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """No rank waits for the failed one, and the next save is in memory again."""
+def test_a_save_that_exhausts_memory_is_repeated_by_deepspeed(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """No rank waits for the failed one. The next save uses memory again."""
     config, saved = saving(Case(1, 2), tmp_path / "memory").ds_config, tmp_path / "saved"
     ucp_worlds.get(2).run(save_each, config, str(saved), [Save(), Save(fault="runs full"), Save()])
     assert {path.name for path in saved.glob("global_step*")} >= {"global_step2", "global_step3"}
@@ -217,7 +215,7 @@ def test_memory_that_runs_full_in_a_save_makes_it_deepspeeds_own(tmp_path: Path,
     assert (saved / "latest").read_text() == "global_step3"
 
 
-def test_nodes_hold_a_part_of_each_save(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+def test_each_node_has_its_part_of_a_save_in_memory(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """All nodes together have the newest save; without one of them the load uses the place."""
     folder, memory, variable = tmp_path / "saved", tmp_path / "memory", Path("$NODE_MEMORY")
     config, loader = saving(Case(1, 2, "bf16"), variable).ds_config, saving(Case(3, 2), variable)
@@ -232,8 +230,8 @@ def test_nodes_hold_a_part_of_each_save(tmp_path: Path, ucp_worlds: WorldPool) -
 
 
 @pytest.mark.exhaustive
-def test_nodes_with_folders_of_their_own_are_saved_as_deepspeed_does(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """No node can know whether all files are complete, and no save would be sealed. One node has a usual folder."""
+def test_saves_to_node_local_folders_do_not_use_memory(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """No node could detect that all files are complete, so no save would be sealed. A single node uses memory."""
     options = {"memory": str(tmp_path / "memory$RANK"), "copies": 1}
     local = Case(1, 2, "bf16", config={"checkpoint": {"use_node_local_storage": True, "universal": {"save": options}}})
     world, nodes = ucp_worlds.get(2), [str(tmp_path / f"node{node}") for node in range(2)]
@@ -250,8 +248,8 @@ def test_nodes_with_folders_of_their_own_are_saved_as_deepspeed_does(tmp_path: P
 
 
 @pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
-def test_a_lost_node_is_no_loss(lost: int, tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """Its neighbour has a copy: fewer ranks, or a new empty node, resume without the place."""
+def test_a_save_survives_the_loss_of_a_node(lost: int, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """Its neighbour has a copy: fewer ranks, or a new empty node, resume without the folder."""
     folder, memory, variable = tmp_path / "saved", tmp_path / "memory", Path("$NODE_MEMORY")
     config = saving(Case(1, 2, "bf16"), variable, copies=1).ds_config
     states = ucp_worlds.get(2).run(on_nodes, save_each, str(memory), config, str(folder), TWICE)[0]
@@ -272,8 +270,8 @@ def test_a_lost_node_is_no_loss(lost: int, tmp_path: Path, ucp_worlds: WorldPool
 
 
 @pytest.mark.exhaustive
-def test_of_three_nodes_one_may_be_lost(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """One copy does not replace two neighbours: the load uses the folder."""
+def test_one_of_three_nodes_may_be_lost(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """If two neighbours are lost, the load uses the folder."""
     folder, memory, variable = tmp_path / "saved", tmp_path / "memory", Path("$NODE_MEMORY")
     config, loader = saving(Case(3, 3), variable, copies=1).ds_config, saving(Case(1, 2), variable)
     states = ucp_worlds.get(3).run(on_nodes, save_each, str(memory), config, str(folder), TWICE)[0]
@@ -285,8 +283,8 @@ def test_of_three_nodes_one_may_be_lost(tmp_path: Path, ucp_worlds: WorldPool) -
 
 
 @pytest.mark.parametrize("case", params(CASES[:2], CASES, str))
-def test_what_saves_take_is_told_when_an_engine_is_made(case: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """States that the first step makes are counted; counters of steps are not."""
+def test_a_new_engine_logs_the_expected_memory_of_saves(case: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """It includes states that the first step creates, without counters of steps."""
     config, world = saving(case, tmp_path / "memory").ds_config, ucp_worlds.get(case.world)
     answers = world.run(forecast, config, 1 << 30)
     message = f"a save takes about 0 MiB of {tmp_path / 'memory'} on a node, where 1,024 MiB are free"

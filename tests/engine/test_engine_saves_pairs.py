@@ -1,4 +1,4 @@
-"""Kinds of engines and ways of saving: files equal DeepSpeed's, memory loads elsewhere, and stores load, too."""
+"""Kinds of engines with options of saves: files equal DeepSpeed's; memory and stores load in other topologies."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ ALWAYS = [
     ("experts", "tmpfs", "alone", "s3"),
     ("nvme", "disk", "alone", "folder"),
 ]
-"""Kinds whose files differ, with every pair of two ways; all others are exhaustive."""
+"""Kinds whose files differ, with every pair of two options; all others are exhaustive."""
 
 
 def reverse(row: tuple[str, ...]) -> tuple[str, ...]:
@@ -126,8 +126,8 @@ ROWS = [*CHOSEN, *map(reverse, CHOSEN)]
 """Each kind in one way and in the opposite one."""
 
 
-def save(name: str, folder: str, own: str, swap: str, steps: int = 2) -> Local:
-    """Train, save by DeepSpeed alone and by the plugin, and train on at once. Returns the engine at the last save."""
+def save(name: str, folder: str, reference: str, swap: str, steps: int = 2) -> Local:
+    """Train, save by DeepSpeed and by the plugin, and continue at once. Return the engine at the last save."""
     kind, _, options = KINDS[name]
     trained = kind.training(1, swap, **options)()
     engine = next(trained)
@@ -135,7 +135,7 @@ def save(name: str, folder: str, own: str, swap: str, steps: int = 2) -> Local:
         train_steps(trained, 1)
         local = describe(engine, kind.read)
         with uninstalled():
-            engine.save_checkpoint(own, str(number))
+            engine.save_checkpoint(reference, str(number))
         engine.save_checkpoint(folder, str(number))
         train_steps(trained, 1)
         assert not find_state(engine).saver.is_owner or find_state(engine).saver.wait()
@@ -154,8 +154,7 @@ def load_elsewhere(name: str, folder: str, swap: str) -> Local:
     return local
 
 
-def test_all_pairs_are_there() -> None:
-    """Pairs of ways are among the rows that always run, too."""
+def test_every_pair_of_options_always_runs() -> None:
     for first, second in combinations(range(len(FACTORS)), 2):
         pairs = set(product(FACTORS[first], FACTORS[second]))
         assert {(row[first], row[second]) for row in ROWS} == pairs
@@ -165,7 +164,7 @@ def test_all_pairs_are_there() -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Any]:
-    """Serve a bucket; imported late, since ranks import this module for their functions."""
+    """Serve a bucket. The import is late, because ranks import this module for their functions."""
     with importlib.import_module("tests.stores.server").serve_bucket() as found:
         yield found
 
@@ -185,11 +184,12 @@ def memory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     params([(row, row) for row in ALWAYS], [(row, row) for row in ROWS], lambda row: "-".join(row[0])),
     indirect=["memory"],
 )
-def test_saves(row: tuple[str, ...], memory: str, server: Any, tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """The files equal DeepSpeed's save of the step; memory loads in another topology."""
+def test_saves_equal_deepspeeds_and_load_from_memory_in_another_topology(
+    row: tuple[str, ...], memory: str, server: Any, tmp_path: Path, ucp_worlds: WorldPool
+) -> None:
     name, _, copies, place = row
     (source, target, _), world, swap = KINDS[name], ucp_worlds.get(2), str(tmp_path / "swap")
-    saved, own = tmp_path / "saved", tmp_path / "own"
+    saved, reference = tmp_path / "saved", tmp_path / "own"
     url = f"{PLACE}/{'-'.join(row)}" if place == "s3" else str(saved)
     section = {
         "memory": "$NODE_MEMORY" if copies == "copied" else memory,
@@ -203,18 +203,18 @@ def test_saves(row: tuple[str, ...], memory: str, server: Any, tmp_path: Path, u
             return list(world.run(on_nodes, work, memory, *args, **more))
         return list(world.run(work, *args, **more))
 
-    saved_ranks = run(with_options, options, save, name, url, str(own), swap)
+    saved_ranks = run(with_options, options, save, name, url, str(reference), swap)
     wait_for_marks(url)
     if place == "s3":
         download(url, saved)
-    assert [each for each in files_that_differ(own, saved) if os.path.basename(each) != SEAL] == []
+    assert [each for each in files_that_differ(reference, saved) if os.path.basename(each) != SEAL] == []
     found = run(with_options, options, load_elsewhere, name, url, swap)
     assert all(local.path.startswith(memory) for local in found)
     assert target.compare(source.keep(source.join(saved_ranks)), target.join(found))[1] == []
 
 
-def test_an_engine_loads_from_a_store(server: Any, engines: Engines) -> None:
-    """Into a trained engine, too; the server fails sometimes."""
+def test_an_engine_loads_from_a_failing_store(server: Any, engines: Engines) -> None:
+    """A fresh and a trained engine load. The server fails some requests."""
     from tests.stores.server import fail_first
 
     source, place = Case(1, 3), f"{PLACE}/run"

@@ -1,4 +1,4 @@
-"""Saves with the plugin: unchanged, normal after a resume, and passed over if damaged."""
+"""Saves with the plugin: unchanged files, saves after a resume, and skipped damaged saves."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ CHOSEN = [PAIRS[0], PAIRS[3], PAIRS[5], PAIRS_3D[0]]
 @pytest.mark.parametrize(
     ("source", "target"), params(CHOSEN, [*PAIRS, *PAIRS_3D], lambda pair: "->".join(map(str, pair)))
 )
-def test_save_right_after_a_resume(source: Kind, target: Kind, engines: Engines, tmp_path: Path) -> None:
-    """DeepSpeed without the plugin loads the source's state; a resume back restores it; the files are DeepSpeed's."""
+def test_a_save_after_a_resume_loads_in_deepspeed_and_in_the_source(
+    source: Kind, target: Kind, engines: Engines, tmp_path: Path
+) -> None:
+    """DeepSpeed without the plugin loads the source's state, a resume back restores it, and files equal DeepSpeed's."""
     is_case = isinstance(source, Case)
     options = MIXED if is_case else {}
     saved = engines.saved(source, **options)
@@ -51,23 +53,25 @@ def test_save_right_after_a_resume(source: Kind, target: Kind, engines: Engines,
         assert not first.errors and all(local.direct for local in first.ranks)
     else:
         first.check(saved, direct=True, least=81)
-    own = target.but(config={key: value for key, value in target.config.items() if key != "checkpoint"})
-    (alone,) = engines.load(own, tmp_path, plugin=False, **options)
+    without_plugin = target.but(config={key: value for key, value in target.config.items() if key != "checkpoint"})
+    (alone,) = engines.load(without_plugin, tmp_path, plugin=False, **options)
     assert all(local.direct is None for local in alone.ranks)
     if not is_case:
         alone.state = join([mend_copies(local) for local in alone.ranks], target.model)
-    found = target.compare(saved.state, alone.state)[1] if is_case else own.compare(first.state, alone.state)[1]
+    found = (
+        target.compare(saved.state, alone.state)[1] if is_case else without_plugin.compare(first.state, alone.state)[1]
+    )
     assert not found, "\n".join(found[:20])
     assert alone.losses == pytest.approx(first.losses, rel=target.find_tolerance(source))
     if is_case:
-        assert describe_files(tmp_path) == describe_files(engines.saved(own, **options).folder)
-        assert any(tmp_path.rglob(SEAL)) == (target != own)
+        assert describe_files(tmp_path) == describe_files(engines.saved(without_plugin, **options).folder)
+        assert any(tmp_path.rglob(SEAL)) == (target != without_plugin)
         (back,) = engines.load(source, tmp_path, **options)
         back.check(saved, direct=True, losses=False)
 
 
 def mend_copies(local: Local) -> Local:
-    """Restore copies that DeepSpeed restores in the next step: a tied layer with a forward_fn has no file."""
+    """Restore copies that DeepSpeed restores only in the next step: a tied layer with a forward_fn has no file."""
     for name, state in local.state.parameters.items():
         if local.place.pp_rank and name.startswith("tied_modules.") and state.fp32 is not None:
             state.value = state.fp32.to(state.value.dtype)
@@ -93,7 +97,7 @@ def describe_value(value: Any) -> Any:
 # On one rank stage 3 has no padding, which DeepSpeed saves uninitialised.
 @pytest.mark.parametrize("case", [Case(stage, 1 + (stage < 3), "bf16").on() for stage in (0, 1, 2, 3)], ids=str)
 def test_plugin_does_not_change_a_save(case: Case, engines: Engines) -> None:
-    """The same training with and without the plugin writes files with the same contents."""
+    """Equal trainings with and without the plugin write equal files."""
     ours, theirs = (engines.save(case, plugin=plugin, **MIXED).folder for plugin in (True, False))
     assert files_that_differ(ours, theirs) == []
     assert any(ours.rglob("*_states.pt"))
@@ -117,9 +121,7 @@ FALLBACK = [
 
 
 @pytest.mark.parametrize(("how", "source", "target"), FALLBACK, ids=str)
-def test_the_newest_whole_checkpoint_is_taken_when_asked(
-    how: str, source: Case, target: Case, engines: Engines
-) -> None:
+def test_fallback_loads_the_newest_complete_checkpoint(how: str, source: Case, target: Case, engines: Engines) -> None:
     saved: Saved = engines.save(source, steps=(2, 1), after=0, **MIXED)
     damage(saved.folder / NEWEST, how)
     for outcome in engines.load(target, saved.folder, **MIXED) if source != target else ():
@@ -131,7 +133,7 @@ def test_the_newest_whole_checkpoint_is_taken_when_asked(
         assert len(warnings) == (rank == 0) and all(Path(NEWEST).name in text for text in warnings)
 
 
-def test_where_none_is_whole_all_are_named(engines: Engines) -> None:
+def test_fallback_lists_all_checkpoints_if_none_is_complete(engines: Engines) -> None:
     folder = engines.save(Case(1, 3), steps=(1, 1), after=0, **MIXED).folder
     for tag in ("global_step1", "global_step2"):
         (folder / tag / Path(NEWEST).name).unlink()

@@ -41,12 +41,12 @@ def saving(case: Case, memory: Path) -> dict[str, Any]:
 
 @contextmanager
 def follow(engine: Any, folder: str, *, every: Any, **options: Any) -> Iterator[list[int]]:
-    """Take snapshots of an engine, which ends with the block. Yields the list of their steps."""
+    """Take snapshots of an engine until the block ends. Yield the list of their steps."""
     steps, take = list[int](), snapshots._take
 
-    def record(followed: Any, asked: Any, client_state: Any) -> None:
+    def record(followed: Any, argument: Any, client_state: Any) -> None:
         steps.append(followed.global_steps)
-        take(followed, asked, client_state)
+        take(followed, argument, client_state)
 
     with mock.patch.object(snapshots, "_take", record):
         snapshots.follow(engine, folder, every=every, **options)
@@ -90,8 +90,8 @@ def train(
     torch.manual_seed(100 * seed + rank)
     with follow(engine, folder, every=every, client_state=lambda: {"ended": engine.global_steps}) as taken:
         _, found = engine.load_checkpoint(folder)
-        own = {name: value for name, value in (found or {}).items() if name in ("ended", "saved")}
-        run = Trained(engine.global_steps, own, capture(engine), taken=taken)
+        client_state = {name: value for name, value in (found or {}).items() if name in ("ended", "saved")}
+        run = Trained(engine.global_steps, client_state, capture(engine), taken=taken)
         for _ in range(steps):
             samples = list(islice(sampler, BATCH // world))
             noise = torch.rand(1)  # drawn for the batch, before the engine is called
@@ -139,7 +139,7 @@ def train_by_the_clock(ds_config: dict[str, Any], folder: str, seconds: dict[int
 
 
 def train_until_signaled(ds_config: dict[str, Any], folder: str) -> list[int]:
-    """List the steps of snapshots; a signal comes in the step after which a snapshot is due."""
+    """List the steps of snapshots; a signal arrives in the step after which a snapshot is due."""
     engine = make_engine(ds_config, "plain")
     trained = train_engine(engine)
     preemption.follow(engine, folder)
@@ -152,7 +152,7 @@ def train_until_signaled(ds_config: dict[str, Any], folder: str) -> list[int]:
 
 
 def call_the_module(ds_config: dict[str, Any], folder: str) -> list[int]:
-    """List the steps of snapshots of a training by `engine.module`, which does not report when a step begins."""
+    """List the steps of snapshots of a training by `engine.module`, which does not report the begin of a step."""
     engine = make_engine(ds_config, "plain")
     with follow(engine, folder, every=2) as taken:
         for _ in range(6):
@@ -162,7 +162,7 @@ def call_the_module(ds_config: dict[str, Any], folder: str) -> list[int]:
 
 
 def train_without_room(ds_config: dict[str, Any], folder: str) -> tuple[list[int], list[str]]:
-    """Return the steps of snapshots that find no room at first, and the warnings."""
+    """Return the steps of snapshots that at first do not fit into memory, and the warnings."""
     engine, warnings = make_engine(ds_config), list[str]()
     trained = train_engine(engine)
     warn = mock.patch.object(snapshots.logger, "warning", lambda text, *args: warnings.append(text % args))
@@ -197,8 +197,8 @@ def train_pipeline(make: Any, folder: str) -> tuple[list[int], dict[int, Capture
     [(Case(3, 2), Case(2, 3)), pytest.param(Case(1, 2), Case(1, 2), marks=pytest.mark.exhaustive)],
     ids=str,
 )
-def test_a_run_goes_on_from_the_last_one(source: Case, target: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """With its samples and random numbers; a save of the script to the folder replaces a snapshot."""
+def test_a_run_resumes_from_a_snapshot(source: Case, target: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """Samples and random numbers continue, too. A save of the script to the folder replaces a snapshot."""
     folder, elsewhere = str(tmp_path / "saved"), str(tmp_path / "elsewhere")
     config, saves = saving(source, tmp_path / "memory"), {2: folder, 6: elsewhere}
     whole = ucp_worlds.get(2).run(train, config, folder, 7, every=2, seed=1, saves=saves)
@@ -221,30 +221,30 @@ def test_a_run_goes_on_from_the_last_one(source: Case, target: Case, tmp_path: P
 @pytest.mark.parametrize(
     ("seconds", "taken"),
     [
-        pytest.param({0: 1.0}, [5, 10, 15], marks=pytest.mark.exhaustive),  # without a change of the rate
-        ({0: 0.1, 10: 2.1}, [12, 14, 16]),  # at ten steps a second it would have been step 50
+        pytest.param({0: 1.0}, [5, 10, 15], marks=pytest.mark.exhaustive),  # constant duration of steps
+        ({0: 0.1, 10: 2.1}, [12, 14, 16]),  # at ten steps a second step 50 would be due
     ],
 )
-def test_all_ranks_go_by_one_clock(
+def test_all_ranks_take_snapshots_by_one_clock(
     seconds: dict[int, float], taken: list[int], tmp_path: Path, ucp_worlds: WorldPool
 ) -> None:
     work = train_by_the_clock, saving(Case(1, 2), tmp_path / "memory"), str(tmp_path / "saved"), seconds, taken[-1] + 1
     assert ucp_worlds.get(2).run(*work) == [taken] * 2
 
 
-def test_a_job_that_is_told_to_go_saves_once(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+def test_a_signaled_job_saves_only_once(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     work = train_until_signaled, saving(Case(1, 2), tmp_path / "memory"), str(tmp_path / "saved")
     assert ucp_worlds.get(2).run(*work) == [[2, 6]] * 2
     assert (tmp_path / "saved" / "latest").read_text() == "global_step4"
 
 
-def test_without_calls_of_the_engine_they_are_taken_where_a_step_ends(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+def test_snapshots_are_taken_at_step_ends_if_the_engine_is_not_called(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     config = saving(Case(1, 2), tmp_path / "memory")
     assert ucp_worlds.get(2).run(call_the_module, config, str(tmp_path)) == [[3, 5]] * 2
 
 
-def test_one_that_fails_stops_no_training(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """The folder stays empty; each cause is logged once."""
+def test_training_continues_if_a_snapshot_fails(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """The folder remains empty, and each cause is logged once."""
     work = train_without_room, saving(Case(1, 2), tmp_path / "memory"), str(tmp_path / "saved")
     (taken, warnings), (_, others) = ucp_worlds.get(2).run(*work)
     assert taken == [2, 4, 6] and others == []
@@ -254,7 +254,7 @@ def test_one_that_fails_stops_no_training(tmp_path: Path, ucp_worlds: WorldPool)
 
 
 @pytest.mark.exhaustive
-def test_a_pipelines_stages_take_them_together(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+def test_stages_of_a_pipeline_take_snapshots_at_the_same_step(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     config = {"checkpoint": in_memory(tmp_path / "memory")}
     make = pipe(1, 2, method="uniform", world=2, model="EBBH", config=config).training()
     world, folder = ucp_worlds.get(2), str(tmp_path / "saved")

@@ -1,4 +1,4 @@
-"""`deepspeed_ucp.testing`: differences that it finds, and failures of its worlds."""
+"""`deepspeed_ucp.testing`: the differences that it finds, and failures of its worlds."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ SOURCE, TARGET, PLAIN = Case(1, 2), Case(3, 1), partial(train, model="plain")
 
 @pytest.mark.releases
 @pytest.mark.engine_smoke
-def test_fixture(resume_equivalence: Callable[..., ResumeReport]) -> None:
+def test_the_resume_equivalence_fixture_reports_no_difference(resume_equivalence: Callable[..., ResumeReport]) -> None:
     report = resume_equivalence(PLAIN, source=SOURCE.launch, target=TARGET.launch, steps=(2, 2))
     assert (report.parameters, report.states, report.direct) == (4, 16, True)
     assert len(report.reference_losses) == len(report.resumed_losses) == 2
     assert 0 <= report.max_loss_gap < 1e-5
 
 
-def test_launch_as_a_dict_and_a_folder_of_its_own(ucp_worlds: WorldPool) -> None:
+def test_a_launch_may_be_a_dict_with_a_folder(ucp_worlds: WorldPool) -> None:
     launches = [{"world_size": case.world, "ds_config": case.ds_config} for case in (SOURCE, TARGET)]
     source, target = launches
     report = assert_resume_equivalent(PLAIN, source=source, target=target, worlds=ucp_worlds)
@@ -99,7 +99,7 @@ SPOILS: dict[str, Callable[[Any], object]] = {
         ("loss", ("step 1 after the resume", "relative gap")),
     ],
 )
-def test_differences_are_found(
+def test_resume_equivalence_finds_spoiled_state(
     spoil: str, words: tuple[str, ...], resume_equivalence: Callable[..., ResumeReport]
 ) -> None:
     with pytest.raises(AssertionError) as caught:
@@ -148,7 +148,7 @@ def test_several_calls_on_one_world() -> None:
 
 
 @pytest.mark.parametrize("hang", [False, True], ids=["others-return", "others-wait"])
-def test_an_error_is_raised_here(hang: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_rank_is_raised_in_the_caller(hang: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deepspeed_ucp.testing.world._GRACE", 1.0)
     with pytest.raises(ValueError, match="rank 1 cannot go on") as caught, World(2) as world:
         world.run(fail_on, 1, hang)
@@ -172,15 +172,15 @@ def make_tensors() -> list[Any]:
     ]
 
 
-def test_tensors_come_back_as_they_are(ucp_worlds: WorldPool) -> None:
+def test_tensors_returned_by_ranks_are_unchanged(ucp_worlds: WorldPool) -> None:
     for wanted, tensor in zip(make_tensors(), ucp_worlds.get(1).run(make_tensors)[0], strict=True):
         assert type(tensor) is type(wanted)
         assert tensor.requires_grad is wanted.requires_grad
         torch.testing.assert_close(tensor, wanted, rtol=0, atol=0)
 
 
-def test_a_rank_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-in for `wait` ends the time when it hangs and the other rank has answered."""
+def test_a_hung_rank_is_an_error_with_its_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in for `wait` expires after the rank hangs and the other one has answered."""
     here, timeouts = tmp_path / "here", list[float]()
 
     def wait(connections: list[Any], seconds: float) -> list[Any]:
@@ -199,7 +199,7 @@ def test_a_rank_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(("which", "code"), [(1, 3), (0, -9)], ids=["in a call", "between two calls"])
-def test_a_rank_that_dies(which: int, code: int) -> None:
+def test_the_death_of_a_rank_is_an_error(which: int, code: int) -> None:
     with World(2) as world:
         pids = world.run(os.getpid)
         if code < 0:
@@ -218,7 +218,7 @@ def test_a_pool_replaces_a_broken_world() -> None:
         assert worlds.get(1).run(os.getpid) != pids
 
 
-def test_nothing_is_left_behind() -> None:
+def test_a_closed_world_leaves_no_processes_or_files() -> None:
     with World(2) as world:
         pids = world.run(os.getpid)
         folder = world._folder
@@ -291,8 +291,8 @@ def test_schedulers_are_compared_except_for_fields_that_another_torch_release_la
         assert len(compare(*states)[1]) == count
 
 
-def test_a_step_that_was_not_loaded_is_a_difference() -> None:
-    """Unless the optimizer keeps it in the group, or has no states yet."""
+def test_a_step_count_that_was_not_loaded_is_a_difference() -> None:
+    """It is no difference if the optimizer keeps it in the group or has no states yet."""
     ones = torch.ones(2)
     for scalars, hyper, tensors, count in (
         ({"step": 3.0}, {}, {"exp_avg": ones}, 0),

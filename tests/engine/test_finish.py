@@ -1,4 +1,4 @@
-"""Ends of loads: copies that DeepSpeed leaves stale, clipping, loss scaling, and scalars of the optimizer."""
+"""The last phase of loads: copies that DeepSpeed leaves stale, clipping, loss scaling, scalars of the optimizer."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from deepspeed_ucp.errors import MismatchError
 
 
 @pytest.mark.parametrize(("engine", "refreshed"), [({"is_pipe_parallel": True}, True), ({}, False)])
-def test_a_pipeline_of_one_stage_is_refreshed_too(engine: dict[str, bool], refreshed: bool) -> None:
-    """A tied module has no layer file if all of its uses have a `forward_fn`."""
+def test_copies_of_a_pipeline_with_one_stage_are_refreshed(engine: dict[str, bool], refreshed: bool) -> None:
+    """A tied module has no layer file if all its uses have a `forward_fn`."""
     target = Mock(engine=SimpleNamespace(**engine), place=SimpleNamespace(pp=1))
     target.unfiled.return_value = ["tied_modules.k.weight"]
     refresh_after_own_load(target, Comm(), with_states=True)
@@ -42,7 +42,7 @@ DYNAMIC, STATIC = {"dynamic": True, "cur_scale": 512.0, "scale_window": 1000}, {
     [
         ({"clip_grad": 0.5}, 0.5, DYNAMIC, []),
         ({"clip_grad": 1.0}, 0.5, {}, ["gradient_clipping 0.5 → 1.0 (the saved value is used)"]),
-        ({"clip_grad": 1.0}, None, {}, []),  # ZeRO 3 saves none
+        ({"clip_grad": 1.0}, None, {}, []),  # ZeRO 3 does not save it
         ({"clip_grad": 0.0, "compute_grad_norm": False}, 0.5, {}, ["gradient_clipping 0.5 → 0.0 (the value of this"]),
         ({}, 0.5, {}, ["gradient_clipping 0.5 → 2.0 (the value of this run is used)"]),  # stage 0 in fp32
         ({"loss_scaler": STATIC}, None, DYNAMIC, ["loss_scale dynamic → 64.0 (the value of this run is used)"]),
@@ -52,7 +52,7 @@ DYNAMIC, STATIC = {"dynamic": True, "cur_scale": 512.0, "scale_window": 1000}, {
         ({}, None, {"dynamic": True, "cur_scale": 1.0}, []),
     ],
 )
-def test_other_clipping_and_loss_scaling_is_logged(wrapped: Any, clip: Any, scaler: Any, logged: list[str]) -> None:
+def test_changed_clipping_and_loss_scaling_are_logged(wrapped: Any, clip: Any, scaler: Any, logged: list[str]) -> None:
     live = {**wrapped, "loss_scaler": SimpleNamespace(**wrapped.get("loss_scaler", DYNAMIC))}
     topology = SimpleNamespace(precision="float16")
     engine = SimpleNamespace(gradient_clipping=lambda: 2.0)
@@ -68,7 +68,7 @@ def test_other_clipping_and_loss_scaling_is_logged(wrapped: Any, clip: Any, scal
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_schedule_of_another_number_of_param_groups_is_refused(count: int) -> None:
+def test_a_schedule_for_another_number_of_param_groups_is_refused(count: int) -> None:
     saved, live = (
         StepLR(torch.optim.SGD([{"params": [torch.zeros(1)]} for _ in range(n)], lr=1.0), 2) for n in (2, count)
     )
@@ -109,7 +109,7 @@ def test_replaced_settings_of_a_schedule_are_a_warning(kind: Any, saved: Any, li
 
 
 class Peak(torch.optim.SGD):
-    """Keeps the largest norm of its gradients: the number 0 until one is larger."""
+    """Keeps the largest norm of its gradients, initially the integer 0."""
 
     def step(self, closure: Any = None) -> None:
         for param in self.param_groups[0]["params"]:
@@ -118,7 +118,7 @@ class Peak(torch.optim.SGD):
             state["count"] = torch.zeros((), dtype=torch.int64)
 
 
-def test_fractions_are_not_truncated_to_the_whole_numbers_of_a_first_step() -> None:
+def test_saved_fractions_are_not_truncated_to_a_live_integer() -> None:
     kept = probe_optimizer(Peak([torch.nn.Parameter(torch.ones(3))]), 0, {}, torch.zeros(3))
     assert restore_scalar("peak", 3.75, kept) == 3.75
     assert type(restore_scalar("peak", 3.0, kept)) is int
@@ -136,7 +136,7 @@ class Counting(torch.nn.Linear):
         """Do nothing."""
 
 
-def test_a_shared_module_has_its_extra_state_under_every_name() -> None:
+def test_the_extra_state_of_a_shared_module_has_every_name() -> None:
     module = torch.nn.Module()
     module.first = module.second = Counting(2, 2)
     assert find_extra_states(module).keys() == {key for key in module.state_dict() if key.endswith("_extra_state")}

@@ -21,10 +21,10 @@ class Engine:
         return f"saved to {folder}"
 
 
-def test_blocking_and_release() -> None:
+def test_a_blocked_engine_raises_until_it_is_released() -> None:
     engine = Engine()
     block_methods(engine)
-    assert vars(engine).keys() <= {"_ucp_state"}  # it is not broken
+    assert vars(engine).keys() <= {"_ucp_state"}  # not blocked
     find_state(engine).broken = "it holds a part of the checkpoint"
     block_methods(engine)
     for use in (engine.step, lambda: engine.save_checkpoint("here", tag="t")):
@@ -37,13 +37,13 @@ def test_blocking_and_release() -> None:
     assert vars(engine).keys() <= {"_ucp_state"}
 
 
-def test_a_function_that_a_script_has_set_comes_back() -> None:
+def test_release_restores_a_method_that_the_script_has_replaced() -> None:
     engine: Any = Engine()
-    engine.step = own = lambda: "the script's"
+    engine.step = script_step = lambda: "the script's"
     for text in ("once", "twice"):
         find_state(engine).broken = text
         block_methods(engine)
     with pytest.raises(CheckpointError, match="twice"):
         engine.step()
     release(engine)
-    assert engine.step is own
+    assert engine.step is script_step

@@ -1,4 +1,4 @@
-"""DeepSpeed loads unchanged topologies only in configurations that are known to be correct."""
+"""DeepSpeed loads an unchanged topology only in configurations that are known to be restored."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class FastCheckpointEngine:
 
 
 def make(row: tuple[str, int] = ("zero12", 1), **differs: Any) -> Any:
-    """Make a plain target that differs in its topology, its engine, or its own attributes."""
+    """Make a plain target with changed topology, engine or attributes."""
     wrapper, stage = row
     topology = {"wrapper": wrapper, "zero_stage": stage, "precision": "float32", "tp": 1, "pp": 1}
     topology |= {"offload": "none/none", **differs.pop("topology", {})}
@@ -87,7 +87,7 @@ UNKNOWN: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", UNKNOWN)
-def test_unknown_options(case: str) -> None:
+def test_options_with_unknown_effect_are_listed(case: str) -> None:
     target, text = UNKNOWN[case]
     assert list_unknown(target) == [text]
 
@@ -101,7 +101,7 @@ def test_unknown_options(case: str) -> None:
     ],
     ids=lambda target: f"{target.topology.wrapper}-{target.topology.zero_stage}",
 )
-def test_known_options(target: Any) -> None:
+def test_known_options_are_not_listed(target: Any) -> None:
     assert list_unknown(target) == []
 
 
@@ -115,7 +115,7 @@ def test_known_options(target: Any) -> None:
         (None, object(), {}, []),
     ],
 )
-def test_what_only_one_side_has(helpers: Any, scheduler: Any, scaler: dict[str, Any], unknown: list[str]) -> None:
+def test_state_of_one_side_is_listed(helpers: Any, scheduler: Any, scaler: dict[str, Any], unknown: list[str]) -> None:
     engine = {"lr_scheduler": scheduler, "random_ltd_enabled": lambda: False}
     wrapped = SimpleNamespace(loss_scaler=SimpleNamespace(dynamic=True, cur_scale=512.0))
     index: Any = SimpleNamespace(helpers=helpers, scaler=scaler, unnoticed=())

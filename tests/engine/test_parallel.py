@@ -1,4 +1,4 @@
-"""Ranks of live engines, and live models' descriptions of their layout, with fake engines and no processes."""
+"""Ranks of live engines and live models' descriptions of their layout, with fake engines in one process."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ STAGES = make_mpu(
         pytest.param(STAGES, 2, 1, Place(0, 1, 1, 2, 1, 3), id="stages"),
     ],
 )
-def test_every_kind_of_mpu(mpu: Any, size: int, mp_rank: int, place: Place) -> None:
+def test_places_of_ranks_by_every_kind_of_mpu(mpu: Any, size: int, mp_rank: int, place: Place) -> None:
     found = find_place(make_engine(mpu, size))
     assert found == place
     assert found.mp_rank == mp_rank
@@ -86,7 +86,7 @@ NO_STAGE = make_mpu(slice_parallel_rank=0, slice_parallel_world_size=1, pipe_par
         (NO_STAGE, 2, "get_pipeline_model_parallel_rank"),
     ],
 )
-def test_unsupported_mpus(mpu: Any, size: int, words: str) -> None:
+def test_unsupported_mpus_are_refused(mpu: Any, size: int, words: str) -> None:
     with pytest.raises(UnsupportedError, match=words):
         find_place(make_engine(mpu, size))
 
@@ -97,8 +97,7 @@ def mark(parameter: torch.nn.Parameter, **marks: Any) -> torch.nn.Parameter:
     return parameter
 
 
-def test_megatrons_attributes_without_autotps_mark() -> None:
-    """By the names of atoms."""
+def test_parameters_with_megatrons_attributes_are_found_without_autotps_mark() -> None:
     cut = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 2, "partition_sizes": [1, 1]}
     whole = {"tensor_model_parallel": False}
     module, compiled = torch.nn.Module(), torch.nn.Module()
@@ -155,15 +154,15 @@ def test_universal_checkpoint_info_becomes_plain_data() -> None:
 @pytest.mark.parametrize(
     ("ranks", "lane", "place", "over_tp", "expected"),
     [
-        ([4, 6], [4, 6], Place(0, 2, 1, 2, 0, 2), False, [0, 2]),  # of one tensor rank in the second stage
+        ([4, 6], [4, 6], Place(0, 2, 1, 2, 0, 2), False, [0, 2]),  # one tensor-parallel rank of the second stage
         ([5], [5, 7], Place(1, 2, 1, 2, 0, 2), False, [1]),
         ([0, 4], [0, 2, 4, 6], Place(0, 2, 0, 1, 0, 4), False, [0, 4]),
-        ([5, 6], [5, 7], Place(1, 2, 1, 2, 0, 2), True, [1, 2]),  # of both tensor ranks
+        ([5, 6], [5, 7], Place(1, 2, 1, 2, 0, 2), True, [1, 2]),  # both tensor-parallel ranks
         ([0, 1, 2, 3], [1, 3], Place(1, 2, 0, 1, 0, 2), True, [0, 1, 2, 3]),
         ([3], [0, 2, 1, 3], Place(0, 1, 0, 1, 3, 4), False, [3]),  # in the group's order
     ],
 )
-def test_ranks_in_their_stage(
+def test_ranks_of_a_group_are_numbered_within_their_stage(
     ranks: list[int], lane: list[int], place: Place, expected: list[int], *, over_tp: bool
 ) -> None:
     assert list(engine._number_ranks(ranks, lane, place, over_tp=over_tp)) == expected
@@ -173,13 +172,13 @@ def test_ranks_in_their_stage(
     ("ranks", "lane", "words"),
     [([0, 1, 3], [0, 2, 4], "not evenly spaced"), ([0, 3], [0, 1, 2], "side by side")],
 )
-def test_unsupported_orders_of_ranks(ranks: list[int], lane: list[int], words: str) -> None:
+def test_unsupported_orders_of_ranks_are_refused(ranks: list[int], lane: list[int], words: str) -> None:
     with pytest.raises(UnknownLayoutError, match=words):
         engine._number_ranks(ranks, lane, Place(0, 2, 0, 1, 0, 3), over_tp=True)
 
 
 class Stage(PipelineModule):
-    """A stage of a pipeline with a tied layer; one letter per stage: H has a ``forward_fn``, E has none."""
+    """A stage of a pipeline with a tied layer; one letter per stage: only H has a ``forward_fn``."""
 
     def __init__(self, letters: str, stage: int) -> None:
         torch.nn.Module.__init__(self)
@@ -199,11 +198,11 @@ class Stage(PipelineModule):
         ("EH", 1, "bias"),
         ("EEH", 1, ""),
         ("HE", 0, "bias weight"),
-        ("HE", 1, "weight"),  # overwritten by the first stage's
+        ("HE", 1, "weight"),  # the first stage's file overwrites it
         ("H", 0, "bias weight"),
     ],
 )
-def test_parameters_of_tied_modules_without_a_layer_file(letters: str, stage: int, found: str) -> None:
+def test_tied_parameters_without_a_layer_file_are_found(letters: str, stage: int, found: str) -> None:
     module = Stage(letters, stage)
     target: Any = SimpleNamespace(engine=SimpleNamespace(module=module))
     instances = TiedStages().find_instances(target)
@@ -220,8 +219,8 @@ def test_pipelines_with_experts_have_no_layer_files() -> None:
     assert target.unfiled() == []
 
 
-def test_experts_without_a_placement_are_in_order() -> None:
-    """AutoEP up to 0.19.5."""
+def test_experts_without_a_recorded_placement_are_in_rank_order() -> None:
+    """AutoEP of DeepSpeed up to 0.19.5 records no placement."""
     layer = SimpleNamespace(ep_rank=1, num_local_experts=2)
     assert [*engine._list_fused(layer)] == [2, 3]
     layer.expert_placement_descriptor = {"ranks": [{"rank": 1, "experts": [2, 0]}, {"rank": 0, "experts": [1, 3]}]}

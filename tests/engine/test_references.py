@@ -16,7 +16,7 @@ from deepspeed_ucp.engine.references import keep_references, replace_method
 
 
 def make_optimizer(kind: Any = torch.optim.AdamW, **options: Any) -> Any:
-    """An optimizer that has taken a step."""
+    """Make an optimizer that has taken a step."""
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
     optimizer = kind([{"params": [param]} for param in params], **options)
@@ -28,7 +28,7 @@ def make_optimizer(kind: Any = torch.optim.AdamW, **options: Any) -> Any:
 
 
 def make_engine(optimizer: Any, scheduler: Any = None, wrapper: Any = None) -> Any:
-    """An engine with the fields that a load reads."""
+    """Make an engine with the fields that a load reads."""
     wrapper = optimizer if wrapper is None else wrapper
     module = torch.nn.Linear(2, 2)
     return SimpleNamespace(
@@ -63,7 +63,7 @@ def without_tensors(state: dict[str, Any]) -> Any:
 
 
 class Combined(torch.optim.AdamW):
-    """Delegates its last group to another optimizer, and does so again after a load, like DeepSpeed's Muon."""
+    """Delegates its last group to another optimizer, and again after a load, like DeepSpeed's Muon."""
 
     def __init__(self, groups: Any) -> None:
         super().__init__(groups)
@@ -86,7 +86,7 @@ class Combined(torch.optim.AdamW):
     ids=["adamw", "tensor", "sgd", "combined"],
 )
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_an_optimizer_gets_the_loaded_contents_in_its_own_objects(kind: Any, options: Any, wrapped: bool) -> None:
+def test_a_load_changes_the_existing_objects_of_an_optimizer(kind: Any, options: Any, wrapped: bool) -> None:
     optimizer = make_optimizer(kind, **options)
     saved, expected = change(optimizer.state_dict()), make_optimizer(kind, **options)
     expected.load_state_dict(copy.deepcopy(saved))
@@ -102,7 +102,7 @@ def test_an_optimizer_gets_the_loaded_contents_in_its_own_objects(kind: Any, opt
     assert "__setstate__" not in vars(optimizer)
 
 
-def test_groups_that_share_a_tensor_get_their_own_values() -> None:
+def test_groups_that_share_a_tensor_get_separate_loaded_values() -> None:
     optimizer = make_optimizer(lr=torch.tensor(0.25), foreach=False)
     saved = change(optimizer.state_dict())
     shared = optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"]
@@ -123,7 +123,7 @@ class Replacing(torch.optim.SGD):
         return zip(self.param_groups, state_dict["param_groups"], strict=True)
 
 
-def test_groups_that_an_optimizer_replaces_all_the_same_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_optimizer_that_replaces_its_param_groups_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     optimizer = make_optimizer(Replacing)
     with caplog.at_level(logging.WARNING, "deepspeed_ucp"), keep_references(make_engine(optimizer)):
         optimizer.load_state_dict(optimizer.state_dict())
@@ -141,7 +141,7 @@ class Holding(LambdaLR):
         self.numbers = [1, 2]
 
 
-def test_schedulers_keep_their_references_and_load_the_rest() -> None:
+def test_schedulers_keep_references_and_load_other_attributes() -> None:
     optimizer = make_optimizer()
     inner = Holding(optimizer)
     scheduler = SequentialLR(optimizer, [inner, Holding(optimizer)], [5])
@@ -163,7 +163,7 @@ def test_a_loss_scaler_of_the_same_kind_is_kept() -> None:
     assert scaler.cur_scale == 2.0
 
 
-def test_a_replaced_method_comes_back_after_an_error() -> None:
+def test_a_replaced_method_is_restored_after_an_error() -> None:
     holder = SimpleNamespace(own=len)
     with pytest.raises(TypeError), replace_method(holder, "own", max), replace_method(holder, "new", min):
         holder.own(holder.new(1, 2))

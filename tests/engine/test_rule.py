@@ -31,7 +31,7 @@ BUILDERS = {
     DeepSpeedCPULion: (deepspeed.ops.lion.cpu_lion, "CPULionBuilder"),
     FusedLion: (deepspeed.ops.lion.fused_lion, "FusedLionBuilder"),
 }
-"""DeepSpeed's classes and their kernel builders, which are not run here."""
+"""DeepSpeed's classes and their kernel builders, which the tests replace."""
 
 MOMENTS = {"exp_avg", "exp_avg_sq"}
 DS_STATES = {DeepSpeedCPUAdam: MOMENTS, FusedAdam: MOMENTS, FusedLamb: MOMENTS}
@@ -91,8 +91,8 @@ def list_pairs() -> list[tuple[type, type]]:
     return [(saved, live) for saved in KINDS for live in KINDS if states[saved] == states[live]]
 
 
-def test_another_class_with_the_same_states_is_found() -> None:
-    """Classes of one rule have the same effective keys."""
+def test_another_optimizer_class_with_equal_states_is_detected() -> None:
+    """Classes with the same update rule have the same effective keys."""
     pairs = list_pairs()
     assert len(pairs) > 2 * len(KINDS)
     for saved, live in pairs:
@@ -110,8 +110,8 @@ def list_switches() -> list[tuple[type, str, bool]]:
     return [(kind, key, bool(value)) for kind, held in groups for key, value in held.items() if is_switch(key, value)]
 
 
-def test_every_switch_of_every_class(subtests: pytest.Subtests) -> None:
-    """Changes of the update are described with both values, in both directions; choices of kernels are ignored."""
+def test_every_changed_switch_of_an_optimizer_is_described(subtests: pytest.Subtests) -> None:
+    """The description has both values, in both directions. Choices of kernels are ignored."""
     for kind, key, plain in list_switches():
         with subtests.test(kind=kind.__name__, key=key):
             check_switch(kind, key, plain)
@@ -155,7 +155,7 @@ def list_changes(
     return list_edits(optimizer, pairs, scheduler, configured or {}, **{"takes_saved": True, **options})
 
 
-def test_every_changed_number_is_described(subtests: pytest.Subtests) -> None:
+def test_every_changed_number_of_an_optimizer_is_described(subtests: pytest.Subtests) -> None:
     for kind, key in list_numbers():
         with subtests.test(kind=kind.__name__, key=key):
             optimizer = make(kind)
@@ -170,17 +170,17 @@ def test_every_changed_number_is_described(subtests: pytest.Subtests) -> None:
 # -- hyper-parameters that only one side has
 
 
-def test_keys_that_only_one_side_has() -> None:
+def test_hyper_parameters_that_only_one_side_has_are_described() -> None:
     live = make(FusedAdam)
     group, saved = live.param_groups[0], group_of(make(ADAMW))
     del saved["lr"], saved["decoupled_weight_decay"]
     front, kept = "the saved param groups do not have ", "(this run's are kept)"
     ignored = "and have maximize, scale (ignored: FusedAdam does not have them)"
     for fields, text in (
-        ({"step": 3}, f"{front}lr, betas, eps {kept}"),  # weight_decay is 0
+        ({"step": 3}, f"{front}lr, betas, eps {kept}"),  # weight_decay is 0 and has no effect
         (saved, f"{front}lr {kept}"),
         (saved | {"maximize": True, "scale": Unread("f", "1")}, f"{front}lr {kept} {ignored}"),
-        (saved | {"lr": 0.5, "maximize": True}, ""),  # refused as another rule
+        (saved | {"lr": 0.5, "maximize": True}, ""),  # refused as another update rule
         (saved | {"lr": Unread("function f", "1")}, f"{front}lr {kept}"),
     ):
         assert list_one_sided(live, [(group, fields)] * 2) == text
@@ -206,7 +206,7 @@ L2_CPU, L2_FUSED = partial(make, DeepSpeedCPUAdam, adamw_mode=False), partial(ma
 
 
 def list_decays() -> dict[str, tuple[Callable[[], Any], dict[str, Any], dict[str, Any], str]]:
-    """List live optimizers, saved groups and configurations; late, since the first optimizer imports for a second."""
+    """List live optimizers, saved groups and configurations. A function, because the first optimizer imports slowly."""
     return {
         "Adam→AdamW": (partial(make, ADAMW), decay(ADAM), {}, "other"),
         "AdamW→Adam": (partial(make, ADAM), decay(ADAMW), {}, "other"),
@@ -238,7 +238,7 @@ def list_decays() -> dict[str, tuple[Callable[[], Any], dict[str, Any], dict[str
     }
 
 
-def test_weight_decay_of_adam(subtests: pytest.Subtests) -> None:
+def test_coupled_and_decoupled_weight_decay_of_adam_are_distinguished(subtests: pytest.Subtests) -> None:
     for case, (made, saved, configured, expected) in list_decays().items():
         with subtests.test(case=case):
             live = made()
@@ -248,8 +248,8 @@ def test_weight_decay_of_adam(subtests: pytest.Subtests) -> None:
                 assert "decoupled_weight_decay" in other and "0.1" in other
 
 
-def test_a_mode_that_only_the_live_config_has() -> None:
-    """Releases before 0.19 remove adam_w_mode from the ds_config: then neither has it."""
+def test_adam_w_mode_that_only_the_live_config_has_is_ignored() -> None:
+    """Releases before 0.19 remove adam_w_mode from the ds_config."""
     live, saved = L2_FUSED(), decay(FusedAdam)
     ask = partial(find_doubt, live, live.param_groups[0], saved, by_config("Adam", lr=1.0))
     assert "does not" in ask(by_config("Adam", adam_w_mode=False))
@@ -265,7 +265,7 @@ def test_older_torch_distinguishes_adamw_by_its_class() -> None:
     assert "decoupled_weight_decay True → False" in find(make(ADAM), decay(ADAMW))
 
 
-# -- entries that an optimizer adds itself
+# -- entries that an optimizer adds to its groups
 
 
 class Estimating(torch.optim.Optimizer):
@@ -277,14 +277,14 @@ class Estimating(torch.optim.Optimizer):
 
 
 class Derived(Estimating):
-    """Passes its arguments on."""
+    """Passes its arguments to the base class."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
 
 
 @pytest.mark.parametrize("kind", [Estimating, Derived])
-def test_entries_of_an_optimizer_are_not_compared(kind: Any) -> None:
+def test_entries_that_an_optimizer_adds_to_its_groups_are_not_compared(kind: Any) -> None:
     live = make(kind)
     saved = {**group_of(live), "d": 0.5, "k": 7, "train_mode": True, "step": 3}
     assert find(live, saved) == ""
@@ -293,8 +293,8 @@ def test_entries_of_an_optimizer_are_not_compared(kind: Any) -> None:
     assert "betas (0.5, 0.9) → (0.9, 0.99)" in list_changes(live, {**saved, "betas": [0.5, 0.9]})
 
 
-def test_keys_added_by_the_user() -> None:
-    """They are hyper-parameters, but do not change the rule."""
+def test_keys_that_the_user_adds_to_groups_do_not_change_the_rule() -> None:
+    """They count as hyper-parameters."""
     live = make(ADAMW)
     live.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], "lr_scale": 0.5, "label": "b", "mine": True})
     group, saved = live.param_groups[1], {**group_of(live), "lr_scale": 0.25, "label": "b", "mine": False}
@@ -336,7 +336,7 @@ def run_saved(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step")
 def test_changes_by_a_scheduler_are_not_described(name: str) -> None:
-    """Nor if only a trainer knows the scheduler, or if it is made after the load."""
+    """This holds if only a trainer knows the scheduler, or if it is created after the load."""
     saved, live = run_saved(name), make(ADAMW, lr=0.02)
     assert list_changes(live, saved, scheduler=SCHEDULES[name](live)) == ""
     if name in TORCHS and name != "CyclicLR":  # it cycles betas without a mark in the groups
@@ -354,11 +354,11 @@ def test_a_changed_initial_rate_is_described(name: str) -> None:
     for scheduler in (None, SCHEDULES[name](live)):
         text = list_changes(live, saved, scheduler=scheduler)
         assert "initial_lr 0.02 → 0.5; the saved ones are taken" in text and "load_lr_scheduler_states=False" in text
-    assert list_changes(live, saved, scheduler=scheduler, takes_saved=False) == ""  # the restored rates count
-    assert list_changes(live, saved, scheduler=scheduler, with_scheduler=False) == ""  # the live rates count
+    assert list_changes(live, saved, scheduler=scheduler, takes_saved=False) == ""  # restored rates are used
+    assert list_changes(live, saved, scheduler=scheduler, with_scheduler=False) == ""  # live rates are used
 
 
-def test_a_rate_that_the_script_moves_itself_is_not_described() -> None:
+def test_a_learning_rate_that_the_script_changes_is_not_described() -> None:
     live = make(ADAMW, lr=0.5)
     saved = {**group_of(live), "lr": 0.123}
     assert list_changes(live, saved, configured=by_config("AdamW", lr=0.5)) == ""
@@ -379,7 +379,7 @@ def test_changes_are_counted_over_param_groups(takes_saved: bool, words: str) ->
     assert "lr 0.1001 → 0.1" in list_changes(live, {**saved, "lr": 0.1001}, takes_saved=takes_saved)
 
 
-def test_values_that_deepspeeds_own_load_replaces() -> None:
+def test_values_that_deepspeeds_load_replaces_are_described() -> None:
     live = make(ADAMW, lr=torch.tensor(0.5))
     engine = SimpleNamespace(optimizer=live, basic_optimizer=live, lr_scheduler=None)
     describe = watch_edits(engine)

@@ -1,4 +1,4 @@
-"""Keys of tensors in a module's own state dict."""
+"""Keys of tensors in a module's custom state dict."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Renaming(torch.nn.Module):
 
 
 @pytest.mark.parametrize("detached", [False, True])
-def test_keys_are_matched_by_their_tensors(detached: bool) -> None:
+def test_keys_of_a_state_dict_are_matched_by_their_tensors(detached: bool) -> None:
     found = ModuleStateDict()
     keys = found.ask(Renaming(detached=detached))
     names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
@@ -36,7 +36,7 @@ def test_keys_are_matched_by_their_tensors(detached: bool) -> None:
     assert (set(found.others), found.made) == ({"made", "kept"}, {"made"})
 
 
-def test_the_state_dict_of_a_plain_module_is_not_made() -> None:
+def test_the_state_dict_of_a_plain_module_is_not_computed() -> None:
     (gate,) = (row.in_engine for row in REGISTRY if row.name == "state_dict")
     hooked = torch.nn.Linear(3, 3)
     hooked.register_state_dict_post_hook(lambda *_: None)
@@ -44,7 +44,7 @@ def test_the_state_dict_of_a_plain_module_is_not_made() -> None:
         assert gate(SimpleNamespace(module=torch.nn.Sequential(module))) is is_custom
 
 
-def test_computed_tensors_that_differ_from_loaded_ones() -> None:
+def test_computed_tensors_that_differ_from_loaded_ones_are_found() -> None:
     target: Any = SimpleNamespace(engine=SimpleNamespace(module=Renaming(detached=False)))
     before = ModuleStateDict()
     assert before.describe_differences(target) == ""

@@ -37,7 +37,7 @@ if torch.distributed.get_rank() == 0:
         "file": os.path.basename(__file__),
     }
     print("FOUND " + json.dumps(found), flush=True)
-# gloo's worker aborts if it still uses tensors of the step's all-gather when the interpreter ends: a barrier has no
+# gloo's worker aborts if the interpreter exits while it uses tensors of the step's all-gather. A barrier has no
 # tensors.
 torch.distributed.barrier()
 torch.distributed.destroy_process_group()

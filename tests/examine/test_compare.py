@@ -1,4 +1,4 @@
-"""Elements are compared by value and by bit."""
+"""Comparison of elements by value and by bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPES = ["float64", "float32", "bfloat16", "float16", "int64", "int32", "int16"
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, "complex128", "float8_e4m3fn", "float8_e5m2"])
-def test_elements_of_any_dtype(dtype: str) -> None:
+def test_elements_of_any_dtype_are_compared(dtype: str) -> None:
     values = (torch.arange(101) % 7 - 2).abs().to(getattr(torch, dtype))
     other = values.clone()
     other[13], other[50] = other[13] == 0, other[50]
@@ -30,7 +30,7 @@ def test_elements_of_any_dtype(dtype: str) -> None:
 
 
 @given(data=st.binary(min_size=0, max_size=64), places=st.lists(st.integers(0, 63), max_size=3))
-def test_comparing_is_what_numpy_says(data: bytes, places: list[int]) -> None:
+def test_counts_and_positions_of_differences_equal_numpys(data: bytes, places: list[int]) -> None:
     left = data[: len(data) // 4 * 4]
     right = bytearray(left)
     for place in places:
@@ -58,8 +58,8 @@ NEGATIVE_NAN = np.array([0xFFC00000], np.uint32).view(np.float32)
         (np.array([0.0]), np.array([-0.0]), 1, 0.0),
     ],
 )
-def test_special_values(left: Any, right: Any, differing: int, largest: float) -> None:
-    """Elements of one dtype are compared by their bits, also without a tolerance."""
+def test_special_values_are_compared_by_bits(left: Any, right: Any, differing: int, largest: float) -> None:
+    """This holds for elements of one dtype, even without a tolerance."""
     found = compare(left.tobytes(), right.tobytes(), str(left.dtype), str(right.dtype))
     assert (found.differing, found.first, found.largest) == (differing, len(left) - 1 if differing else -1, largest)
     assert not AtomDifference("x", "fp32", "values", ("float64", "float64"), tally=found).is_within(0.0)

@@ -1,4 +1,4 @@
-"""`ds_ucp diff`: checkpoints of one state are equal in all topologies; a changed element is found and located."""
+"""`ds_ucp diff`: checkpoints of one state are equal in all topologies, and a changed element is located."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from tests.support.ranks import run_ranks
 from tests.support.reshard import examples, temporary_folder
 from tests.support.reshard3d import (
     VOCAB,
-    Held,
+    SavedRun,
     draw_state,
     expect,
     make_pipeline,
     make_plain,
-    open_held,
+    open_run,
     rules_of,
     trips,
 )
@@ -54,47 +54,47 @@ RUN = Run(global_samples=100, garbage=math.nan, client_state={"epoch": 2})
 KINDS = ("norm", "row", "qkv", "column", "gate_up", "few")
 
 
-def diff_held(a: Held, b: Held, folder: Path, rules: Any = None, **options: Any) -> Difference:
-    left, right = open_held(a, folder / "a", RUN), open_held(b, folder / "b", RUN)
+def diff_runs(a: SavedRun, b: SavedRun, folder: Path, rules: Any = None, **options: Any) -> Difference:
+    left, right = open_run(a, folder / "a", RUN), open_run(b, folder / "b", RUN)
     return diff_checkpoints(left, right, None, DiffOptions(**options), rules=rules_of(a) if rules is None else rules)
 
 
-def edit(held: Held, name: str, state: str, place: tuple[int, ...], value: float) -> Held:
-    """The same run with another element."""
-    atoms = {key: dict(states) for key, states in held.state.atoms.items()}
+def edit(saved_run: SavedRun, name: str, state: str, place: tuple[int, ...], value: float) -> SavedRun:
+    """Return the run with one changed element."""
+    atoms = {key: dict(states) for key, states in saved_run.state.atoms.items()}
     atoms[name][state] = atoms[name][state].clone()
     atoms[name][state][place] = value
-    return replace(held, state=replace(held.state, atoms=atoms))
+    return replace(saved_run, state=replace(saved_run.state, atoms=atoms))
 
 
-def find_real(found: Difference, source: Held, target: Topology) -> list[AtomDifference]:
-    """Differences that no reshard explains: not instances of fewer stages, and not masters that were rounded."""
+def find_real(difference: Difference, source: SavedRun, target: Topology) -> list[AtomDifference]:
+    """List differences that resharding does not explain: no instances of fewer stages and no rounded masters."""
     narrowed = target.precision != source.topology.precision
-    return [a for a in found.atoms if not a.instance and not (narrowed and a.state == "module")]
+    return [a for a in difference.atoms if not a.instance and not (narrowed and a.state == "module")]
 
 
 def fit_target(trip: Any) -> Topology:
-    """Stage-0 files do not record the placement of layers: only contiguous runs of them can be found."""
+    """Replace targets with unrecorded placements: stage-0 files allow only contiguous layers on a stage."""
     return replace(trip.target, placement=None) if trip.target.kind == "raw" else trip.target
 
 
 @examples(30)
 @given(trip=trips())
-def test_a_reshard_is_no_difference(trip: Any) -> None:
-    held, target = trip.source, fit_target(trip)
+def test_resharding_makes_no_difference(trip: Any) -> None:
+    saved_run, target = trip.source, fit_target(trip)
     with temporary_folder() as folder:
-        found = diff_held(held, expect(held, target), folder)
-    if not any("#" in name for name in held.state.atoms):
-        assert find_real(found, held, target) == []
-    assert [each for each in found.values if not any("(instance" in name for name in each.names)] == []
-    assert found.compared > 0
+        difference = diff_runs(saved_run, expect(saved_run, target), folder)
+    if not any("#" in name for name in saved_run.state.atoms):
+        assert find_real(difference, saved_run, target) == []
+    assert [each for each in difference.values if not any("(instance" in name for name in each.names)] == []
+    assert difference.compared > 0
 
 
 @examples(20)
 @given(trip=trips(), data=st.data())
-def test_one_changed_element_is_found_in_its_place(trip: Any, data: st.DataObject) -> None:
-    held, target = trip.source, fit_target(trip)
-    other = expect(held, target)
+def test_one_changed_element_is_located(trip: Any, data: st.DataObject) -> None:
+    saved_run, target = trip.source, fit_target(trip)
+    other = expect(saved_run, target)
     names = [
         (name, state)
         for name, states in other.state.atoms.items()
@@ -108,10 +108,10 @@ def test_one_changed_element_is_found_in_its_place(trip: Any, data: st.DataObjec
     shape = other.state.atoms[name][state].shape
     place = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
     with temporary_folder() as folder:
-        found = diff_held(held, edit(other, name, state, place, -9.5), folder)
-    (atom,) = find_real(found, held, target)
-    value = float(held.state.atoms[name][state][place])
-    replicas = 1 if atom.shard is None else target.tp  # without a pattern every rank's shard counts
+        difference = diff_runs(saved_run, edit(other, name, state, place, -9.5), folder)
+    (atom,) = find_real(difference, saved_run, target)
+    value = float(saved_run.state.atoms[name][state][place])
+    replicas = 1 if atom.shard is None else target.tp  # without a pattern every rank's shard is compared
     assert (atom.name, atom.state, atom.kind) == (name, state, "values")
     assert 1 <= atom.tally.differing <= replicas
     assert atom.tally.largest == abs(value + 9.5)
@@ -120,27 +120,27 @@ def test_one_changed_element_is_found_in_its_place(trip: Any, data: st.DataObjec
 
 
 def test_differing_replicas_are_refused_or_located(tmp_path: Path) -> None:
-    held = draw_state(make_plain(KINDS), Topology(1, 2, tp=2))
-    parted = held.locals
+    saved_run = draw_state(make_plain(KINDS), Topology(1, 2, tp=2))
+    parted = saved_run.locals
     parted[1].state.atoms["body.norm"]["fp32"][3] += 1.0
-    write_files(tmp_path / "a", build_local_files(parted, held.topology, RUN))
+    write_files(tmp_path / "a", build_local_files(parted, saved_run.topology, RUN))
     a = open_checkpoint(str(tmp_path / "a"), Comm())
-    b = open_held(expect(held, Topology(1, 2)), tmp_path / "b", RUN)
+    b = open_run(expect(saved_run, Topology(1, 2)), tmp_path / "b", RUN)
     with pytest.raises(MismatchError, match=rf"^{tmp_path}/a: body.norm \(fp32\) is replicated"):
-        diff_checkpoints(a, b, rules=rules_of(held))
-    (atom,) = diff_checkpoints(a, open_held(held, tmp_path / "c", RUN), rules=rules_of(held)).atoms
+        diff_checkpoints(a, b, rules=rules_of(saved_run))
+    (atom,) = diff_checkpoints(a, open_run(saved_run, tmp_path / "c", RUN), rules=rules_of(saved_run)).atoms
     assert (atom.name, atom.index, atom.shard, atom.tally.differing) == ("body.norm", (3,), 1, 1)
 
 
-def test_only_different_cuts_need_a_pattern(tmp_path: Path) -> None:
-    """An element of equal cuts is located by rank and index in the shard."""
-    held = draw_state(make_plain(KINDS), Topology(1, 3, tp=2))
-    other = expect(held, Topology(3, 2, tp=2))
-    assert diff_held(held, other, tmp_path / "equal", rules=()).equal
-    (atom,) = diff_held(held, edit(other, "body.row", "exp_avg", (3, 7), 50.0), tmp_path / "other", rules=()).atoms
+def test_diff_needs_a_pattern_only_for_different_cuts(tmp_path: Path) -> None:
+    """With equal cuts an element is located by rank and index in the shard."""
+    saved_run = draw_state(make_plain(KINDS), Topology(1, 3, tp=2))
+    other = expect(saved_run, Topology(3, 2, tp=2))
+    assert diff_runs(saved_run, other, tmp_path / "equal", rules=()).equal
+    (atom,) = diff_runs(saved_run, edit(other, "body.row", "exp_avg", (3, 7), 50.0), tmp_path / "other", rules=()).atoms
     assert (atom.index, atom.shard) == ((3, 1), 1)
     with pytest.raises(MismatchError, match=r"How .* body\.column: .* ranks in A, .* in B; body\.qkv"):
-        diff_held(held, expect(held, Topology(1, 2, tp=1)), tmp_path / "cut", rules=())
+        diff_runs(saved_run, expect(saved_run, Topology(1, 2, tp=1)), tmp_path / "cut", rules=())
 
 
 def test_other_shapes_are_a_difference(tmp_path: Path) -> None:
@@ -148,46 +148,46 @@ def test_other_shapes_are_a_difference(tmp_path: Path) -> None:
     model = replace(left.model, params=tuple(replace(p, shape=(9, 5)) for p in left.model.params[:1]))
     right = replace(left, model=replace(model, params=(*model.params, left.model.params[1])))
     atoms = {**left.state.atoms, "body.column": {k: v[:9] for k, v in left.state.atoms["body.column"].items()}}
-    found = diff_held(left, replace(right, state=replace(left.state, atoms=atoms)), tmp_path, rules=())
-    assert {(a.name, a.state, a.kind) for a in found.atoms} == {
+    difference = diff_runs(left, replace(right, state=replace(left.state, atoms=atoms)), tmp_path, rules=())
+    assert {(a.name, a.state, a.kind) for a in difference.atoms} == {
         ("body.column", state, "shape") for state in ("fp32", "exp_avg", "exp_avg_sq")
     }
-    assert "(12, 5) ≠ (9, 5)" in found.atoms[0].text
-    assert not found.equal
+    assert "(12, 5) ≠ (9, 5)" in difference.atoms[0].text
+    assert not difference.equal
 
 
 def test_padding_rows_of_the_vocabulary_are_counted_separately(tmp_path: Path) -> None:
-    held = draw_state(make_plain(("column", "word")), Topology(1, 2, tp=3))
-    other = expect(held, Topology(1, 2, tp=1))
-    rows = [len(each.state.atoms["body.word"]["fp32"]) for each in (held, other)]
+    saved_run = draw_state(make_plain(("column", "word")), Topology(1, 2, tp=3))
+    other = expect(saved_run, Topology(1, 2, tp=1))
+    rows = [len(each.state.atoms["body.word"]["fp32"]) for each in (saved_run, other)]
     assert rows[0] != rows[1]
-    found = diff_held(held, other, tmp_path / "equal")
-    assert found.equal
-    assert any(f"body.word (fp32): {rows[0]} rows in A, {rows[1]} in B" in note for note in found.notes)
+    difference = diff_runs(saved_run, other, tmp_path / "equal")
+    assert difference.equal
+    assert any(f"body.word (fp32): {rows[0]} rows in A, {rows[1]} in B" in note for note in difference.notes)
     changed = edit(other, "body.word", "fp32", (VOCAB, 2), 7.0)
-    (atom,) = diff_held(held, changed, tmp_path / "padding").atoms
+    (atom,) = diff_runs(saved_run, changed, tmp_path / "padding").atoms
     assert (atom.tally.differing, atom.padding.differing, atom.index) == (0, 1, (VOCAB, 2))
-    (atom,) = diff_held(held, edit(changed, "body.word", "fp32", (1, 1), 7.0), tmp_path / "both").atoms
+    (atom,) = diff_runs(saved_run, edit(changed, "body.word", "fp32", (1, 1), 7.0), tmp_path / "both").atoms
     assert (atom.tally.differing, atom.padding.differing, atom.index) == (1, 1, (1, 1))
 
 
-def test_instances_of_stages_are_compared_each(tmp_path: Path) -> None:
+def test_copies_on_several_stages_are_compared_separately(tmp_path: Path) -> None:
     model = make_pipeline([["column", "norm"], ["row", "column"]])
-    held = draw_state(model, Topology(1, 2, "bf16", tp=2, pp=2))
-    same = expect(held, Topology(1, 1, "bf16", tp=1, pp=2))
-    assert diff_held(held, same, tmp_path / "same").equal
+    saved_run = draw_state(model, Topology(1, 2, "bf16", tp=2, pp=2))
+    same = expect(saved_run, Topology(1, 1, "bf16", tp=1, pp=2))
+    assert diff_runs(saved_run, same, tmp_path / "same").equal
     name = "tied_modules.embed.positions"
-    (atom,) = diff_held(held, edit(same, f"{name}#1", "exp_avg", (2, 3), 5.0), tmp_path / "edited").atoms
+    (atom,) = diff_runs(saved_run, edit(same, f"{name}#1", "exp_avg", (2, 3), 5.0), tmp_path / "edited").atoms
     assert (atom.name, atom.instance, atom.index) == (name, 1, (2, 3))
-    fewer = expect(held, Topology(1, 2, "bf16", pp=1))
-    found = diff_held(held, fewer, tmp_path / "fewer")
-    assert {atom.instance for atom in found.atoms} == {1}, "the second stage's own values are gone"
+    fewer = expect(saved_run, Topology(1, 2, "bf16", pp=1))
+    difference = diff_runs(saved_run, fewer, tmp_path / "fewer")
+    assert {atom.instance for atom in difference.atoms} == {1}, "the second stage's own values are gone"
 
 
-def test_equal_instances_are_no_difference(tmp_path: Path) -> None:
+def test_equal_copies_on_several_stages_are_no_difference(tmp_path: Path) -> None:
     model = make_pipeline([["column", "norm"], ["row", "column"]])
-    held = draw_state(model, Topology(1, 2, tp=2, pp=2)).equalize()
-    assert diff_held(held, expect(held, Topology(1, 2)), tmp_path).equal
+    saved_run = draw_state(model, Topology(1, 2, tp=2, pp=2)).equalize()
+    assert diff_runs(saved_run, expect(saved_run, Topology(1, 2)), tmp_path).equal
 
 
 # -- without tensor parallelism ---------------------------------------------------------------------------------------
@@ -212,21 +212,21 @@ def left(tmp_path: Path) -> AtomicIndex:
 STATE = random_state(MODEL, 0)
 
 
-def test_the_worst_comes_first(tmp_path: Path, left: AtomicIndex) -> None:
+def test_the_largest_difference_is_listed_first(tmp_path: Path, left: AtomicIndex) -> None:
     state = STATE
     for name, by in (("a", 1.0), ("b", 3.0), ("c.0", 2.0), ("c.1", math.nan)):
         state = change(state, name, "fp32", state.atoms[name]["fp32"] + by)
-    found = diff_checkpoints(left, save(tmp_path / "b", Topology(1, 2), state))
-    assert [atom.name for atom in found.atoms] == ["c.1", "b", "c.0", "a"]
-    assert found.atoms[1].tally.differing == 7
+    difference = diff_checkpoints(left, save(tmp_path / "b", Topology(1, 2), state))
+    assert [atom.name for atom in difference.atoms] == ["c.1", "b", "c.0", "a"]
+    assert difference.atoms[1].tally.differing == 7
 
 
-def test_a_tolerance_lets_small_differences_pass(tmp_path: Path, left: AtomicIndex) -> None:
+def test_a_tolerance_accepts_small_differences(tmp_path: Path, left: AtomicIndex) -> None:
     state = change(STATE, "a", "fp32", STATE.atoms["a"]["fp32"] + 1e-4)
     right = save(tmp_path / "b", Topology(1, 2), state)
     assert not diff_checkpoints(left, right, options=DiffOptions(tolerance=1e-5)).equal
-    found = diff_checkpoints(left, right, options=DiffOptions(tolerance=1e-3))
-    assert (found.equal, len(found.atoms)) == (True, 1)
+    difference = diff_checkpoints(left, right, options=DiffOptions(tolerance=1e-3))
+    assert (difference.equal, len(difference.atoms)) == (True, 1)
 
 
 @pytest.mark.parametrize(
@@ -239,22 +239,22 @@ def test_a_tolerance_lets_small_differences_pass(tmp_path: Path, left: AtomicInd
     ids=str,
 )
 def test_a_selection_without_tensors_is_refused(options: Any, text: str, tmp_path: Path) -> None:
-    """It would be equal to everything."""
+    """An empty comparison would report equality."""
     sides = [save(tmp_path / name, Topology(1, 2, "bf16"), STATE) for name in "ab"]
     with pytest.raises(ConfigError, match=text):
         diff_checkpoints(*sides, options=DiffOptions(**options))
 
 
-def test_atoms_of_one_side(tmp_path: Path, left: AtomicIndex) -> None:
-    """Parameters, and states of another optimizer."""
+def test_tensors_of_only_one_side_are_a_difference(tmp_path: Path, left: AtomicIndex) -> None:
+    """They are parameters, or states of another optimizer."""
     model = Model((*MODEL.params[:3], Param("d", (3,))))
-    found = diff_checkpoints(left, save(tmp_path / "b", Topology(1, 2), random_state(model, 0), model=model))
-    one_sided = {(atom.name, atom.kind) for atom in found.atoms if atom.kind != "values"}
-    assert one_sided == {("c.1", "only in A"), ("d", "only in B")} and not found.equal
+    difference = diff_checkpoints(left, save(tmp_path / "b", Topology(1, 2), random_state(model, 0), model=model))
+    one_sided = {(atom.name, atom.kind) for atom in difference.atoms if atom.kind != "values"}
+    assert one_sided == {("c.1", "only in A"), ("d", "only in B")} and not difference.equal
     atoms = {name: {"fp32": held["fp32"], "momentum_buffer": held["exp_avg"]} for name, held in STATE.atoms.items()}
-    found = diff_checkpoints(left, save(tmp_path / "c", Topology(1, 2), replace(STATE, atoms=atoms)))
+    difference = diff_checkpoints(left, save(tmp_path / "c", Topology(1, 2), replace(STATE, atoms=atoms)))
     states = {("exp_avg", "only in A"), ("exp_avg_sq", "only in A"), ("momentum_buffer", "only in B")}
-    assert {(atom.state, atom.kind) for atom in found.atoms} == states
+    assert {(atom.state, atom.kind) for atom in difference.atoms} == states
 
 
 def test_other_dtypes_are_compared_by_value(tmp_path: Path) -> None:
@@ -265,14 +265,14 @@ def test_other_dtypes_are_compared_by_value(tmp_path: Path) -> None:
     narrow = {n: {k: v.to(torch.bfloat16) if k != "fp32" else v for k, v in s.items()} for n, s in atoms.items()}
     a = save(tmp_path / "a", Topology(1, 2), replace(wide, atoms=atoms))
     b = save(tmp_path / "b", Topology(1, 3), replace(wide, atoms=narrow))
-    found = diff_checkpoints(a, b)
-    assert (found.equal, found.converted) == (True, 8)
+    difference = diff_checkpoints(a, b)
+    assert (difference.equal, difference.converted) == (True, 8)
     narrow["a"]["exp_avg"][3, 4] += 1
     (atom,) = diff_checkpoints(a, save(tmp_path / "c", Topology(1, 3), replace(wide, atoms=narrow))).atoms
     assert (atom.dtypes, atom.index) == (("float32", "bfloat16"), (3, 4))
 
 
-def test_ties_on_one_side(tmp_path: Path, left: AtomicIndex) -> None:
+def test_a_tie_of_only_one_side_is_compared_by_its_copies(tmp_path: Path, left: AtomicIndex) -> None:
     tied = Model((*MODEL.params[:3], replace(MODEL.params[3], alias_of="c.0")))
     state = State({**STATE.atoms, "c.1": STATE.atoms["c.0"]}, STATE.scalars, STATE.groups)
     a = save(tmp_path / "a", Topology(1, 2), state)
@@ -280,13 +280,13 @@ def test_ties_on_one_side(tmp_path: Path, left: AtomicIndex) -> None:
     assert diff_checkpoints(a, b).equal
     assert diff_checkpoints(b, a).equal
     assert diff_checkpoints(b, a, options=DiffOptions(only="c.1")).equal
-    found = diff_checkpoints(left, b)
-    assert {(atom.name, atom.kind) for atom in found.atoms} == {("c.1", "values")}
+    difference = diff_checkpoints(left, b)
+    assert {(atom.name, atom.kind) for atom in difference.atoms} == {("c.1", "values")}
 
 
 @pytest.mark.parametrize("equal", [True, False])
-def test_a_tied_tensor_may_be_saved_twice(tmp_path: Path, equal: bool) -> None:
-    """FSDP saves the second one without optimizer states."""
+def test_a_tied_tensor_saved_twice_equals_a_tie_if_both_are_equal(tmp_path: Path, equal: bool) -> None:
+    """FSDP saves the second tensor without optimizer states."""
     models = (
         Model((*MODEL.params[:3], replace(MODEL.params[3], **how))) for how in ({"frozen": True}, {"alias_of": "c.0"})
     )
@@ -296,7 +296,7 @@ def test_a_tied_tensor_may_be_saved_twice(tmp_path: Path, equal: bool) -> None:
     assert [atom.kind for atom in diff_checkpoints(tied, twice).atoms] == ([] if equal else ["values"])
 
 
-def test_two_tensors_of_a_tied_one_may_have_two_shapes(tmp_path: Path) -> None:
+def test_two_tensors_with_other_shapes_than_a_tied_one_are_a_difference(tmp_path: Path) -> None:
     untied = Model((*MODEL.params[:3], Param("c.1", (2, 5), frozen=True)))
     tied = Model((*MODEL.params[:3], replace(MODEL.params[3], alias_of="c.0")))
     state = random_state(untied, 0)
@@ -315,7 +315,7 @@ def test_tensors_that_are_not_compared_are_noted(left: AtomicIndex) -> None:
     assert not diff_checkpoints(odd, left, options=DiffOptions(only="c")).notes
 
 
-def test_names_can_be_translated(tmp_path: Path, left: AtomicIndex) -> None:
+def test_rename_rules_translate_names_of_a_comparison(tmp_path: Path, left: AtomicIndex) -> None:
     model = Model(tuple(replace(param, name=f"module.{param.name}") for param in MODEL.params))
     state = State(*({f"module.{name}": v for name, v in each.items()} for each in (STATE.atoms, STATE.scalars)))
     right = save(tmp_path / "b", Topology(1, 2), replace(state, groups=STATE.groups), model=model)
@@ -323,15 +323,15 @@ def test_names_can_be_translated(tmp_path: Path, left: AtomicIndex) -> None:
     assert diff_checkpoints(left, right, rules=rules).equal
     assert not diff_checkpoints(left, right).equal
     for only in ("^a$", "module.a"):  # the name in either checkpoint
-        found = diff_checkpoints(left, right, None, DiffOptions(only=only), rules=rules)
-        assert (found.equal, found.compared) == (True, 3)
+        difference = diff_checkpoints(left, right, None, DiffOptions(only=only), rules=rules)
+        assert (difference.equal, difference.compared) == (True, 3)
 
 
-# -- what is not an element -------------------------------------------------------------------------------------------
+# -- values other than elements ---------------------------------------------------------------------------------------
 
 
-def list_values(found: Difference) -> dict[tuple[str, str], tuple[Any, Any]]:
-    return {(each.section, each.key): (each.left, each.right) for each in found.values}
+def list_values(difference: Difference) -> dict[tuple[str, str], tuple[Any, Any]]:
+    return {(each.section, each.key): (each.left, each.right) for each in difference.values}
 
 
 def test_scalars_and_hyper_parameters_are_compared_by_parameter(tmp_path: Path, left: AtomicIndex) -> None:
@@ -339,27 +339,27 @@ def test_scalars_and_hyper_parameters_are_compared_by_parameter(tmp_path: Path, 
     groups[1]["lr"], groups[1]["betas"], groups[1]["new"] = 0.25, (0.5, 0.999), True
     scalars = {**STATE.scalars, "b": {"step": torch.tensor(8.0)}}
     right = save(tmp_path / "b", Topology(1, 2), replace(STATE, groups=tuple(groups), scalars=scalars))
-    found = diff_checkpoints(left, right)
-    assert list_values(found) == {
+    difference = diff_checkpoints(left, right)
+    assert list_values(difference) == {
         ("scalar", "step"): (3.0, 8.0),
         ("hyper-parameter", "lr"): (5e-4, 0.25),
         ("hyper-parameter", "betas"): ((0.9, 0.999), (0.5, 0.999)),
         ("hyper-parameter", "new"): (ABSENT, True),
     }
-    assert {each.names for each in found.values} == {("b",)}
-    assert not found.equal
+    assert {each.names for each in difference.values} == {("b",)}
+    assert not difference.equal
 
 
 @pytest.mark.parametrize("lacking", ["b", "abc"])
-def test_scalars_of_one_side_are_a_difference(tmp_path: Path, left: AtomicIndex, lacking: str) -> None:
+def test_scalars_of_only_one_side_are_a_difference(tmp_path: Path, left: AtomicIndex, lacking: str) -> None:
     """Foreign checkpoints have no entry for a parameter without scalars."""
     right = save(tmp_path / "b", Topology(1, 2), STATE)
     right = replace(right, scalars={key: held for key, held in right.scalars.items() if key.name[0] not in lacking})
     names = {name for name in STATE.scalars if name[0] in lacking}
     for sides, expected in (((left, right), (3.0, ABSENT)), ((right, left), (ABSENT, 3.0))):
-        found = diff_checkpoints(*sides)
-        assert list_values(found) == {("scalar", "step"): expected} and not found.equal
-        assert {name for each in found.values for name in each.names} == names
+        difference = diff_checkpoints(*sides)
+        assert list_values(difference) == {("scalar", "step"): expected} and not difference.equal
+        assert {name for each in difference.values for name in each.names} == names
 
 
 class Schedule:
@@ -369,7 +369,7 @@ class Schedule:
         self.rate = rate
 
 
-def test_objects_among_the_hyper_parameters_are_compared_inertly(tmp_path: Path) -> None:
+def test_objects_in_hyper_parameters_are_compared_without_running_code(tmp_path: Path) -> None:
     def write(name: str, rate: float) -> AtomicIndex:
         groups = tuple({**group, "schedule": Schedule(rate)} for group in STATE.groups)
         return save(tmp_path / name, Topology(1, 1), replace(STATE, groups=groups))
@@ -385,13 +385,13 @@ def test_groups_in_another_order_are_no_difference(tmp_path: Path, left: AtomicI
     assert diff_checkpoints(left, right).equal
 
 
-def test_elastic_checkpoints_keep_no_hyper_parameters(tmp_path: Path, left: AtomicIndex) -> None:
-    found = diff_checkpoints(left, save(tmp_path / "b", Topology(1, 3, elastic=True), STATE))
-    assert found.equal, found.values
-    assert "B keeps no hyper-parameters" in found.notes
+def test_missing_hyper_parameters_of_elastic_checkpoints_are_no_difference(tmp_path: Path, left: AtomicIndex) -> None:
+    difference = diff_checkpoints(left, save(tmp_path / "b", Topology(1, 3, elastic=True), STATE))
+    assert difference.equal, difference.values
+    assert "B keeps no hyper-parameters" in difference.notes
 
 
-def test_counters_scaler_and_clipping(tmp_path: Path) -> None:
+def test_differences_in_counters_scaler_and_clipping_are_listed(tmp_path: Path) -> None:
     state = random_state(MODEL, 0, precision="fp16")
     a = save(tmp_path / "a", Topology(1, 2, "fp16"), state)
     b = save(
@@ -441,10 +441,10 @@ def test_client_state_is_compared_by_key(tmp_path: Path, place: tuple[str, ...],
     inner[place[-1]] = value
     a = save(tmp_path / "a", Topology(1, 2), STATE, with_client(CLIENT))
     b = save(tmp_path / "b", Topology(3, 2), STATE, with_client(client))
-    found = diff_checkpoints(a, b)
-    assert [section for section, _ in list_values(found)] == ["client"] * len(found.values)
-    assert all(len(f"{each.left}{each.right}") < 200 for each in found.values)
-    assert any(name == key or name.startswith(f"{key}.") for _, name in list_values(found)), found.values
+    difference = diff_checkpoints(a, b)
+    assert [section for section, _ in list_values(difference)] == ["client"] * len(difference.values)
+    assert all(len(f"{each.left}{each.right}") < 200 for each in difference.values)
+    assert any(name == key or name.startswith(f"{key}.") for _, name in list_values(difference)), difference.values
 
 
 class Evil:
@@ -454,14 +454,14 @@ class Evil:
         return (exec, ("raise SystemExit('client state was run')",))
 
 
-def test_equal_client_states_are_equal_and_not_run(tmp_path: Path) -> None:
+def test_equal_objects_in_client_states_are_equal_without_running_code(tmp_path: Path) -> None:
     client = {**CLIENT, "evil": Evil()}
     a = save(tmp_path / "a", Topology(1, 2), STATE, with_client(client))
     b = save(tmp_path / "b", Topology(0, 1), STATE, with_client(dict(reversed(client.items()))))
     assert diff_checkpoints(a, b).equal
 
 
-def test_the_scheduler_is_compared(tmp_path: Path, left: AtomicIndex) -> None:
+def test_scheduler_states_are_compared(tmp_path: Path, left: AtomicIndex) -> None:
     a, b = (
         save(tmp_path / str(last), Topology(1, 2), STATE, replace(RUN, lr_scheduler={"last": last})) for last in (3, 4)
     )
@@ -483,20 +483,23 @@ def test_extra_states_of_modules_are_compared(tmp_path: Path, topology: Topology
 
 
 def test_client_states_of_all_model_parallel_ranks_are_compared(tmp_path: Path) -> None:
-    held = draw_state(make_plain(KINDS), Topology(1, 2, tp=2))
-    sides = [open_held(held, tmp_path / name, RUN) for name in "ab"]
+    saved_run = draw_state(make_plain(KINDS), Topology(1, 2, tp=2))
+    sides = [open_run(saved_run, tmp_path / name, RUN) for name in "ab"]
     path = tmp_path / "b" / "mp_rank_01_model_states.pt"
     torch.save(torch.load(path, weights_only=False) | {"epoch": 3, "random": torch.ones(2)}, path)
-    found = diff_checkpoints(sides[0], open_checkpoint(str(tmp_path / "b"), Comm()), rules=rules_of(held))
-    assert {key for _, key in list_values(found)} == {"epoch (mp rank 1)", "random (mp rank 1)"}
-    found = diff_checkpoints(
-        sides[0], open_held(expect(held, Topology(1, 2)), tmp_path / "c", RUN), rules=rules_of(held)
+    difference = diff_checkpoints(sides[0], open_checkpoint(str(tmp_path / "b"), Comm()), rules=rules_of(saved_run))
+    assert {key for _, key in list_values(difference)} == {"epoch (mp rank 1)", "random (mp rank 1)"}
+    difference = diff_checkpoints(
+        sides[0], open_run(expect(saved_run, Topology(1, 2)), tmp_path / "c", RUN), rules=rules_of(saved_run)
     )
-    assert found.equal and "client states of other model-parallel ranks than the first are not compared" in found.notes
+    assert (
+        difference.equal
+        and "client states of other model-parallel ranks than the first are not compared" in difference.notes
+    )
 
 
-def test_shared_parts_are_compared_once(tmp_path: Path, left: AtomicIndex) -> None:
-    """Lists that hold their predecessor twice take exponential time otherwise."""
+def test_shared_parts_of_client_states_are_compared_once(tmp_path: Path, left: AtomicIndex) -> None:
+    """Otherwise lists that contain their predecessor twice need exponential time."""
     chains = []
     for end in (1, 2):
         nested: Any = [end]
@@ -507,11 +510,11 @@ def test_shared_parts_are_compared_once(tmp_path: Path, left: AtomicIndex) -> No
         assert 0 < len([key for section, key in list_values(diff_checkpoints(a, b)) if "nested" in key]) <= 2
 
 
-# -- how it is carried out --------------------------------------------------------------------------------------------
+# -- execution --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_share_the_work_and_report_the_same(tmp_path: Path, left: AtomicIndex, size: int) -> None:
+def test_ranks_share_the_comparison_and_report_equal_results(tmp_path: Path, left: AtomicIndex, size: int) -> None:
     state = change(STATE, "a", "fp32", STATE.atoms["a"]["fp32"] + 1)
     right = save(tmp_path / "b", Topology(3, 3), state)
     results = run_ranks(size, lambda rank, comm: diff_checkpoints(left, right, comm))
@@ -521,8 +524,8 @@ def test_ranks_share_the_work_and_report_the_same(tmp_path: Path, left: AtomicIn
 def test_every_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversion, "ALIGNMENT", 512)
     monkeypatch.setattr("deepspeed_ucp.stream.full_tensors.ALIGNMENT", 512)
-    held = draw_state(make_plain(KINDS), Topology(2, 3, tp=2))
-    a, b = open_held(held, tmp_path / "a", RUN), open_held(expect(held, Topology(3, 2)), tmp_path / "b", RUN)
+    saved_run = draw_state(make_plain(KINDS), Topology(2, 3, tp=2))
+    a, b = open_run(saved_run, tmp_path / "a", RUN), open_run(expect(saved_run, Topology(3, 2)), tmp_path / "b", RUN)
     done: list[int] = []
     totals: list[int] = []
 
@@ -530,14 +533,14 @@ def test_every_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         totals.append(total)
         return nullcontext(done.append)
 
-    found = diff_checkpoints(a, b, options=DiffOptions(window=12 * 512, bar=make_bar), rules=rules_of(held))
-    assert found.equal
+    difference = diff_checkpoints(a, b, options=DiffOptions(window=12 * 512, bar=make_bar), rules=rules_of(saved_run))
+    assert difference.equal
     assert totals == [sum(done)]
     assert sum(done) == sum(atom.nbytes for atom in b.atoms.values() if atom.state != "copy") * 2
     assert len(done) > 10
 
 
-def test_a_name_may_hold_any_character(tmp_path: Path) -> None:
+def test_names_of_parameters_may_contain_any_character(tmp_path: Path) -> None:
     names = ("c#.weight", "c#1", "c", "c²", "9" * 5000)
     model = Model(tuple(Param(name, (4 + at, 2)) for at, name in enumerate(names)))
     state = random_state(model, 0)
@@ -546,5 +549,5 @@ def test_a_name_may_hold_any_character(tmp_path: Path) -> None:
     for by, name in enumerate(names[1:]):
         other = change(other, name, "fp32", other.atoms[name]["fp32"] - 9.0 * (by != 1))
     right = save(tmp_path / "b", Topology(2, 3), other, model=model)
-    found = diff_checkpoints(left, right).atoms
-    assert {(atom.name, atom.instance) for atom in found} == {("c#1", 0), ("c²", 0), ("9" * 5000, 0)}
+    difference = diff_checkpoints(left, right).atoms
+    assert {(atom.name, atom.instance) for atom in difference} == {("c#1", 0), ("c²", 0), ("9" * 5000, 0)}

@@ -1,4 +1,4 @@
-"""`ds_ucp verify --against`: a seal or a manifest proves a folder, and names other files."""
+"""`ds_ucp verify --against`: a seal or manifest proves a folder and names changed files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def verify(folder: Path, against: object = None, comm: Comm | None = None) -> li
 
 @pytest.fixture
 def proofs(tmp_path: Path) -> dict[str, Path]:
-    """The folder, its seal in another place, and the manifest of its conversion."""
+    """A folder, its seal in another place, and the manifest of its conversion."""
     folder = write(tmp_path)
     seal_folder(str(folder), Comm())
     shutil.move(folder / SEAL, tmp_path / "kept.json")
@@ -65,8 +65,8 @@ def test_a_manifest_proves_its_folder(proofs: dict[str, Path], tmp_path: Path) -
     assert {("seal", MASTER), ("seal", "zero/a.bias/exp_avg.pt")} <= {*verify(Path(other), kept)}
 
 
-def test_a_proof_names_missing_files_and_moved_atoms(proofs: dict[str, Path]) -> None:
-    """Files that no header asks for, and atoms whose files are those that the manifest seals."""
+def test_a_proof_names_missing_files_and_changed_manifest_entries(proofs: dict[str, Path]) -> None:
+    """The missing files are named in no header, and the changed atoms have unchanged files."""
     seal = read_seal(str(proofs["seal"]))
     more = seal.model_copy(update={"files": {**seal.files, "client/more.pt": SealedFile(size=1, crc=2)}})
     proofs["seal"].write_bytes(more.dump())

@@ -1,4 +1,4 @@
-"""The check of a resume against the load: the same verdict, and the same bytes read and restored."""
+"""`ds_ucp verify --resume` and the load give equal verdicts and equal numbers of bytes read and restored."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ SOURCE = Saved(1, "bf16", "bfloat16", dp=4)
 
 
 def degrees_of(topology: Topology) -> Degrees:
-    """The degrees of a synthesised topology."""
+    """Return the degrees of a synthesised topology."""
     wrapper = WRAPPERS.get(topology.kind, "zero3" if topology.stage == 3 else "zero12")
     precision, ep = PRECISIONS[topology.precision], max(topology.ep or (1,))
     return Degrees(topology.dp, topology.tp, topology.pp, 1, ep, topology.stage, wrapper, precision)
 
 
 def measure_load(folder: Path, targets: Sequence[FakeTarget], options: Options) -> tuple[AtomicIndex, int, int]:
-    """The index, and the bytes that all ranks of a load read and restore."""
+    """Return the index, and the bytes that all ranks of a load read and restore."""
 
     def work(number: int, comm: Comm) -> tuple[AtomicIndex, int, int]:
         index = open_for(folder, targets[number], comm)
@@ -88,25 +88,25 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda topology: topology.label)
-def test_the_check_counts_the_bytes_of_a_load(source: Topology, target: Topology, tmp_path: Path) -> None:
+def test_the_resume_check_counts_the_bytes_of_a_load(source: Topology, target: Topology, tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 1, precision=source.precision), source)
     index, read, state = measure_load(folder, make_targets(MODEL, target), Options(config=PATIENT))
-    found = check_resume(index, degrees_of(target))
-    assert (found.obstacles, found.loader, found.read, found.state) == ([], OURS, read, state)
-    assert found.checkpoint == sum(path.stat().st_size for path in folder.glob("*.pt"))
-    assert found.files == len(list(folder.glob("*.pt")))
+    check = check_resume(index, degrees_of(target))
+    assert (check.obstacles, check.loader, check.read, check.state) == ([], OURS, read, state)
+    assert check.checkpoint == sum(path.stat().st_size for path in folder.glob("*.pt"))
+    assert check.files == len(list(folder.glob("*.pt")))
 
 
 def compare_trip(trip: Trip, folder: Path) -> None:
-    """The check counts the bytes of a load, except if only the live model's shapes settle a pattern."""
+    """Check that the counts equal a load's, except if only the live model's shapes determine a pattern."""
     config = make_config(trip.source.model)
     targets = expect(trip.source, trip.target).make_targets()
     index, read, state = measure_load(trip.source.write(folder), targets, Options(config=config))
-    found = check_resume(index, degrees_of(trip.target), from_config(config.patterns))
+    check = check_resume(index, degrees_of(trip.target), from_config(config.patterns))
     uneven = ("equal parts", "shares are not whole", "pipeline")
-    assert not [text for text in found.obstacles if not any(words in text for words in uneven)]
-    if not found.obstacles and found.loader == OURS:
-        assert (found.read, found.state) == (read, state)
+    assert not [text for text in check.obstacles if not any(words in text for words in uneven)]
+    if not check.obstacles and check.loader == OURS:
+        assert (check.read, check.state) == (read, state)
 
 
 BLOCKS = [("column", "norm", "row", "qkv"), ("column", "gate_up", "bias"), ("column", "router", "experts"), ("column",)]
@@ -123,13 +123,13 @@ PAIRS_3D = [
 
 
 @pytest.mark.parametrize(("model", "source", "target"), PAIRS_3D, ids=lambda v: getattr(v, "label", ""))
-def test_it_counts_the_bytes_of_a_3d_load(model: Model, source: Topology, target: Topology, tmp_path: Path) -> None:
+def test_the_check_counts_bytes_of_a_3d_load(model: Model, source: Topology, target: Topology, tmp_path: Path) -> None:
     compare_trip(Trip(draw_state(model, source), target), tmp_path)
 
 
 @examples(15)
 @given(trips())
-def test_it_reads_what_any_load_reads(trip: Trip) -> None:
+def test_the_resume_check_counts_the_bytes_of_any_3d_load(trip: Trip) -> None:
     with temporary_folder() as folder:
         compare_trip(trip, folder)
 
@@ -137,20 +137,20 @@ def test_it_reads_what_any_load_reads(trip: Trip) -> None:
 @pytest.mark.parametrize("fused", [False, True], ids=["experts", "autoep"])
 @examples(25)
 @given(data=st.data())
-def test_it_reads_what_a_load_of_experts_reads(fused: bool, data: st.DataObject) -> None:
+def test_the_resume_check_counts_the_bytes_of_a_load_of_experts(fused: bool, data: st.DataObject) -> None:
     if fused:
         pytest.importorskip("deepspeed.checkpoint.autoep_affine", reason="DeepSpeed before 0.19 has no AutoEP")
     source, target = data.draw(expert_trips(fused=fused))
     with temporary_folder() as folder:
         targets = make_targets(source.model, target)
         index, read, state = measure_load(source.write(folder), targets, Options(config=PATIENT))
-        found = check_resume(index, degrees_of(target))
-    if any("ep=" in text for text in found.obstacles):
+        check = check_resume(index, degrees_of(target))
+    if any("ep=" in text for text in check.obstacles):
         return
-    # Without checksums only a live engine shows that a router has two names.
+    # Without checksums only a live engine reveals the two names of a router.
     again = sum(count(param.shape) for param in source.model.params if param.untold) if source.legacy else 0
-    assert found.loader == OURS and found.read - read == found.state - state
-    assert found.read - read in (0, 2 * again, 4 * again)
+    assert check.loader == OURS and check.read - read == check.state - state
+    assert check.read - read in (0, 2 * again, 4 * again)
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ FAULTS: dict[str, Callable[[AtomicIndex], AtomicIndex]] = {
 
 
 @pytest.mark.parametrize("words", FAULTS)
-def test_refusals_of_the_load_are_obstacles(words: str, tmp_path: Path) -> None:
+def test_refusals_of_the_load_are_obstacles_of_the_resume_check(words: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, MODEL, random_state(MODEL, 1), Topology(1, 2))
     target = make_targets(MODEL, Topology(1, 3))[0]
     index = FAULTS[words](open_for(next(tmp_path.glob("global_step*")), target))
@@ -175,11 +175,11 @@ def test_refusals_of_the_load_are_obstacles(words: str, tmp_path: Path) -> None:
     assert check_resume(index, parse_degrees("dp=2", index.topology)).loader == DEEPSPEED
 
 
-def test_unknown_patterns_are_refused_as_by_the_load(tmp_path: Path) -> None:
+def test_the_resume_check_and_the_load_refuse_unknown_patterns_equally(tmp_path: Path) -> None:
     held = draw_state(PLAIN, Topology(2, 1, tp=2))
     index = open_checkpoint(str(held.write(tmp_path)), Comm())
-    found = check_resume(index, parse_degrees("dp=2,tp=1", index.topology))
-    assert "How tensor parallelism cuts the following is not known (8 parameters)" in found.obstacles[0]
+    check = check_resume(index, parse_degrees("dp=2,tp=1", index.topology))
+    assert "How tensor parallelism cuts the following is not known (8 parameters)" in check.obstacles[0]
 
 
 @pytest.mark.parametrize(
@@ -196,14 +196,14 @@ def test_unknown_patterns_are_refused_as_by_the_load(tmp_path: Path) -> None:
         ({"train_batch_size": 8.0, "train_micro_batch_size_per_gpu": 2.0}, 4, True),
     ],
 )  # fmt: skip
-def test_batch_sizes(saved: dict[str, Any], dp: int, fits: bool, tmp_path: Path) -> None:
+def test_the_check_reports_invalid_batch_sizes(saved: dict[str, Any], dp: int, fits: bool, tmp_path: Path) -> None:
     run = Run(ds_config={**Topology(1, 2).ds_config(), "train_micro_batch_size_per_gpu": None, **saved})
     index = open_model(tmp_path, Topology(1, 2), MODEL, run=run)
     degrees = parse_degrees(f"dp={dp}", index.topology)
-    found = check_resume(index, degrees)
-    assert (not found.obstacles) == fits
-    assert fits or "Alternatives: " in found.obstacles[0]
-    assert bool(found.batch.get("change")) == ("checkpoint" in saved)
+    check = check_resume(index, degrees)
+    assert (not check.obstacles) == fits
+    assert fits or "Alternatives: " in check.obstacles[0]
+    assert bool(check.batch.get("change")) == ("checkpoint" in saved)
     assert not check_resume(index, degrees, train_batch=dp * 2).obstacles
 
 
@@ -216,7 +216,7 @@ def open_experts(folder: Path, degrees: tuple[int, int]) -> AtomicIndex:
 
 
 @pytest.mark.parametrize(
-    ("target", "told"),
+    ("target", "text"),
     [
         ("dp=4,ep=3", "ep=3 must divide the data-parallel ranks and the experts of each layer"),
         ("dp=4,ep=2,zero=3", "under ZeRO 0, 1 and 2"),
@@ -224,25 +224,25 @@ def open_experts(folder: Path, degrees: tuple[int, int]) -> AtomicIndex:
         ("dp=2,ep=2", ""),
     ],
 )
-def test_impossible_degrees_are_obstacles(target: str, told: str, tmp_path: Path) -> None:
+def test_impossible_degrees_are_obstacles(target: str, text: str, tmp_path: Path) -> None:
     index = open_experts(tmp_path, (2, 2))
-    found = check_resume(index, parse_degrees(target, index.topology))
-    assert told in " ".join(found.obstacles) and bool(told) == bool(found.obstacles)
+    check = check_resume(index, parse_degrees(target, index.topology))
+    assert text in " ".join(check.obstacles) and bool(text) == bool(check.obstacles)
     plain = open_model(tmp_path, Topology(1, 2), MODEL)
     assert "no experts" in check_resume(plain, parse_degrees("dp=4,ep=2", plain.topology)).obstacles[0]
 
 
-def test_experts_may_lie_on_other_ranks_in_the_same_degrees(tmp_path: Path) -> None:
+def test_another_placement_of_experts_at_equal_degrees_is_no_obstacle(tmp_path: Path) -> None:
     index = open_experts(tmp_path, (2, 4))
-    found = check_resume(index, parse_degrees("dp=4,ep=4", index.topology))
-    assert (found.loader, found.obstacles) == (OURS, []) and found.read > 0
+    check = check_resume(index, parse_degrees("dp=4,ep=4", index.topology))
+    assert (check.loader, check.obstacles) == (OURS, []) and check.read > 0
 
 
-def test_rename_rules_make_another_model(tmp_path: Path) -> None:
+def test_rename_rules_change_the_names_of_the_resume_check(tmp_path: Path) -> None:
     index = open_model(tmp_path, Topology(1, 2), MODEL)
     rules = from_config(json.loads('{"rename": [{"from": "h.0.(?P<x>.*)", "to": "layers.0.{x}"}]}'))
-    found = check_resume(index, parse_degrees("dp=2", index.topology), rules)
-    assert (found.loader, found.obstacles) == (OURS, []) and found.state > 0
+    check = check_resume(index, parse_degrees("dp=2", index.topology), rules)
+    assert (check.loader, check.obstacles) == (OURS, []) and check.state > 0
 
 
 # -- degrees ----------------------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ def test_degrees_are_parsed(text: str, expected: Degrees) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("dp=3,xp=2", "'xp=2'"),
         ("dp=3,dp=2", "each once"),
@@ -279,10 +279,10 @@ def test_degrees_are_parsed(text: str, expected: Degrees) -> None:
         ("dp=1024,tp=1024,pp=2", "at most 1,048,576 ranks"),
     ],
 )
-def test_wrong_degrees_are_refused(text: str, told: str) -> None:
+def test_wrong_degrees_are_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse_degrees(text, SOURCE)
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 def test_the_number_of_ranks_implies_dp() -> None:

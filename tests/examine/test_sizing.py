@@ -1,4 +1,4 @@
-"""Arithmetic of a run: bytes against files, shares of time against textbooks and a simulation of failures."""
+"""Sizes and times of a run, compared with files, textbooks and a simulation of failures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NUMEL = 500_000
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", range(4))
-def test_estimates_match_files(stage: int, precision: str, tmp_path: Path) -> None:
+def test_estimated_bytes_equal_file_sizes(stage: int, precision: str, tmp_path: Path) -> None:
     state = random_state(MODEL, 1, precision=precision)
     folder = write_checkpoint(tmp_path, MODEL, state, Topology(stage, 4, precision))
     index = open_checkpoint(str(folder), Comm(), Naming(groups="module"))
@@ -71,7 +71,7 @@ def test_pipelines_and_tensor_parallel_ranks_share_the_model() -> None:
         (Degrees(dp=8, zero=3, wrapper="zero3"), 2, 140 // 4),
         (Degrees(dp=8, zero=1, wrapper="zero12"), 2, 120 // 4 + 20),
         (Degrees(dp=4, tp=2, zero=1, wrapper="zero12"), 4, 120 // 2 + 20),
-        (Degrees(dp=2, tp=2, pp=2, zero=1, wrapper="zero12"), 2, 120 // 4 + 20 // 2),  # a node has a stage's writers
+        (Degrees(dp=2, tp=2, pp=2, zero=1, wrapper="zero12"), 2, 120 // 4 + 20 // 2),  # one node has a stage's writers
         (Degrees(dp=2, tp=2, pp=2, zero=1, wrapper="zero12"), 1, 120 // 8 + 20 // 4),
         (Degrees(dp=4), 2, 140),
         (Degrees(dp=3, zero=3, wrapper="zero3"), 2, 2 * 140 // 3),  # a node that is not full
@@ -85,12 +85,12 @@ def make_way(stall: float, safe: float, restart: float, least: float = 0.0) -> S
     return SaveWay("", "", stall, safe, restart, least)
 
 
-def test_the_textbook() -> None:
+def test_shares_of_lost_time_equal_textbook_formulas() -> None:
     young = math.sqrt(2 * 50 * 4 * HOUR)
     assert choose_interval(make_way(50, 50, 300), 4 * HOUR) == pytest.approx(young - 50, rel=0.02)
     assert (
         choose_interval(make_way(2 * HOUR, 2 * HOUR, 300), HOUR) == HOUR
-    )  # a save takes longer than the time between failures
+    )  # a save needs more time than the interval of failures
     # T = M e^(R/M) (e^((t + C)/M) - 1) T_s / t (Daly 2006, the complete model)
     t, mtbf = 1000.0, 4 * HOUR
     expected = t / (mtbf * math.exp(300 / mtbf) * (math.exp(1050 / mtbf) - 1))
@@ -101,11 +101,11 @@ WAYS = st.builds(
     lambda stall, later, restart: make_way(stall, stall + later, restart),
     st.floats(1e-3, 0.05), st.floats(0, 0.1), st.floats(0, 0.2),
 )  # fmt: skip
-"""With a failure in a unit of time."""
+"""Share of lost time at one failure per unit of time."""
 
 
 @given(WAYS, st.floats(0.01, 3))
-def test_shares_are_of_all_time_whatever_its_unit(way: SaveWay, seconds: float) -> None:
+def test_shares_of_lost_time_do_not_depend_on_the_unit(way: SaveWay, seconds: float) -> None:
     trains, lost = judge_interval(way, seconds, 1.0)
     assert trains + trains * way.stall / seconds + lost == pytest.approx(1)
     assert 0 < trains < 1
@@ -114,24 +114,24 @@ def test_shares_are_of_all_time_whatever_its_unit(way: SaveWay, seconds: float) 
 
 
 @given(WAYS)
-def test_rare_failures_cost_half_a_period_the_restart_and_what_is_not_safe_yet(way: SaveWay) -> None:
+def test_a_rare_failure_costs_half_a_period_restart_and_unsafe_time(way: SaveWay) -> None:
     _, lost = judge_interval(way, 1.0, 1e5)
     assert lost == pytest.approx((1 + way.stall) / 2 + way.restart + way.safe - way.stall, rel=1e-3)
 
 
 @given(WAYS)
-def test_no_interval_loses_less(way: SaveWay) -> None:
+def test_the_recommended_interval_loses_least(way: SaveWay) -> None:
     seconds = choose_interval(way, 1.0)
     tried = [judge_interval(way, seconds * 1.02**step, 1.0)[0] for step in range(-150, 150)]
     assert judge_interval(way, seconds, 1.0)[0] >= max(tried) * (1 - 1e-4)
 
 
-def test_an_interval_is_not_shorter_than_the_storage_can_follow() -> None:
+def test_an_interval_is_not_shorter_than_a_write_to_storage() -> None:
     assert choose_interval(make_way(1, 601, 60, least=599), HOUR) == 599 > choose_interval(make_way(1, 601, 60), HOUR)
 
 
 def simulate(way: SaveWay, seconds: float, mtbf: float, failures: int, seed: int) -> tuple[float, float]:
-    """The share of time that trains, and its standard error, second by second of saves that fail."""
+    """Simulate saves and failures; return the share of training time and its standard error."""
     draw, runs = random.Random(seed), []
     for _ in range(failures):
         end = draw.expovariate(1 / mtbf)
@@ -155,7 +155,7 @@ def simulate(way: SaveWay, seconds: float, mtbf: float, failures: int, seed: int
         (make_way(4, 55, 170), 350),
         (make_way(4, 900, 170), 900),
     ],
-    ids=["own-4h", "own-best", "memory", "slow-storage"],
+    ids=["direct-4h", "direct-best", "memory", "slow-storage"],
 )
 def test_a_simulation_of_failures_agrees_within_its_error(way: SaveWay, seconds: float) -> None:
     share, error = simulate(way, seconds, 4 * HOUR, 20_000, seed=7)
@@ -164,20 +164,20 @@ def test_a_simulation_of_failures_agrees_within_its_error(way: SaveWay, seconds:
 
 
 def list_times(network: float | None, stall: float | None, write: float, read: float = 8) -> list[tuple[float, ...]]:
-    """Stall, safe, restart and least of each way, for a save of 1000 bytes, 100 on one node."""
+    """List stall, safe, restart and least of each method for a save of 1000 bytes, with 100 bytes on one node."""
     speeds = {"memory": 50, "write": write, "read": read, "network": network, "stall": stall, "restart": 60}
     return [astuple(way)[2:] for way in list_ways(1000, 100, **speeds)]  # type: ignore[arg-type]
 
 
-def test_ways_follow_from_speeds() -> None:
-    own, stored, neighbour, memory = list_times(20, None, 4)
-    assert own == (250, 250, 60 + 125, 0)
+def test_times_of_save_methods_follow_from_speeds() -> None:
+    direct, stored, neighbour, memory = list_times(20, None, 4)
+    assert direct == (250, 250, 60 + 125, 0)
     assert stored == (2, 252, 185, 248)
     assert neighbour == (2, 2 + 5, 60 + 2 + 5, 248)
     assert memory == (2, 2, 62, 248)
-    own, stored, memory = list_times(None, 7, 4)  # no neighbour, a measured stall
+    direct, stored, memory = list_times(None, 7, 4)  # no neighbour, a measured stall
     assert (stored[:2], memory[2]) == ((7, 257), 62)
-    own, stored, memory = list_times(None, 0.1, 400)  # training continues during the copy
+    direct, stored, memory = list_times(None, 0.1, 400)  # training continues during the copy
     assert (memory[0], memory[1], memory[3], stored[1]) == (0.1, 2, 2.5 - 0.1, 4.5)
-    own, *_ = list_times(20, None, 400, 800)  # the network of the node with most of it
-    assert own[:3] == (5, 5, 65)
+    direct, *_ = list_times(20, None, 400, 800)  # the network of the node with the largest part
+    assert direct[:3] == (5, 5, 65)

@@ -1,4 +1,4 @@
-"""`ds_ucp verify`: whole checkpoints pass, and every kind of damage is reported with the file that has it."""
+"""`ds_ucp verify`: complete checkpoints pass, and every kind of damage is reported with its file."""
 
 from __future__ import annotations
 
@@ -76,53 +76,53 @@ def write_atomic(folder: Path) -> Path:
 
 
 def name_groups(model: Model, topology: Topology) -> list[list[str]]:
-    """Names for stage 0; DeepSpeed's wrappers leave frozen parameters out of their groups."""
+    """Names for stage 0. DeepSpeed's wrappers omit frozen parameters from their groups."""
     whole = topology.kind == "raw"
     return [[param.name for param in group if whole or param.trains] for group in model.groups]
 
 
-def tell(found: Verification) -> list[tuple[str, str]]:
-    """Kinds and files of the faults; warnings with a question mark."""
-    return [(fault.kind + "?" * fault.warning, fault.file) for fault in found.faults]
+def list_faults(report: Verification) -> list[tuple[str, str]]:
+    """List kinds and files of the faults; warnings have a question mark."""
+    return [(fault.kind + "?" * fault.warning, fault.file) for fault in report.faults]
 
 
 def verify_folder(path: Path, *also: Path, **options: Any) -> list[tuple[str, str]]:
-    return tell(verify_checkpoint(str(path), also=[*map(str, also)], **options))
+    return list_faults(verify_checkpoint(str(path), also=[*map(str, also)], **options))
 
 
 @by_label
-def test_a_whole_checkpoint_passes(tmp_path: Path, topology: Topology) -> None:
+def test_a_complete_checkpoint_passes_verify(tmp_path: Path, topology: Topology) -> None:
     path = write(tmp_path, topology)
-    found = verify_checkpoint(str(path), groups=name_groups(choose_model(topology), topology))
-    assert (found.whole, found.faults, found.kind, found.unchecked) == (True, (), "normal", 0)
-    assert [file.name for file in found.files] == sorted(os.listdir(path))
-    assert found.read == sum(file.stat().st_size for file in path.iterdir())
-    assert found.topology.startswith(f"ZeRO-{topology.stage}")
-    for file in found.files:
+    report = verify_checkpoint(str(path), groups=name_groups(choose_model(topology), topology))
+    assert (report.whole, report.faults, report.kind, report.unchecked) == (True, (), "normal", 0)
+    assert [file.name for file in report.files] == sorted(os.listdir(path))
+    assert report.read == sum(file.stat().st_size for file in path.iterdir())
+    assert report.topology.startswith(f"ZeRO-{topology.stage}")
+    for file in report.files:
         entries = [entry for entry in zipfile.ZipFile(path / file.name).infolist() if entry.file_size]
         assert file.records == len(entries)
 
 
 @examples(30)
 @given(case=cases(4))
-def test_any_saved_checkpoint_passes(case: Case) -> None:
+def test_any_synthesised_checkpoint_passes_verify(case: Case) -> None:
     with temporary_folder() as folder:
-        found = verify_checkpoint(str(case.write(folder)), groups=name_groups(case.model, case.topology))
-        assert found.faults == ()
-        nbytes = sum(file.nbytes for file in found.files)
-        assert (found.unchecked == nbytes) == case.legacy
+        report = verify_checkpoint(str(case.write(folder)), groups=name_groups(case.model, case.topology))
+        assert report.faults == ()
+        nbytes = sum(file.nbytes for file in report.files)
+        assert (report.unchecked == nbytes) == case.legacy
 
 
-def test_a_changed_bit_names_the_record_and_its_tensors(tmp_path: Path) -> None:
+def test_a_changed_bit_is_reported_with_its_record_and_tensors(tmp_path: Path) -> None:
     path, seen = write(tmp_path, Topology(1, 2, "bf16"), run=Run(client_state={"rng": torch.arange(9)})), set[Any]()
     for name in sorted(os.listdir(path)):
         whole = (path / name).read_bytes()
         for label, record in list_records(str(path / name)).records.items():
             flip(path / name, record.offset + record.nbytes - 1)
-            found = verify_checkpoint(str(path))
-            assert not found.whole
-            assert all(fault.file in (name, "") for fault in found.faults), found.faults
-            fault = next(fault for fault in found.faults if (fault.kind, fault.file) == ("crc", name))
+            report = verify_checkpoint(str(path))
+            assert not report.whole
+            assert all(fault.file in (name, "") for fault in report.faults), report.faults
+            fault = next(fault for fault in report.faults if (fault.kind, fault.file) == ("crc", name))
             assert f"record {label}, bytes [{record.offset}, {record.offset + record.nbytes})" in fault.text
             assert all(atom in fault.text for atom in fault.names[:1])
             seen.add((name, fault.names))
@@ -146,7 +146,7 @@ def remove(*names: str) -> Change:
 
 
 def take(name: str, topology: Topology, **more: Any) -> Change:
-    """Replace a file by that of another checkpoint."""
+    """Replace a file by another checkpoint's."""
     return lambda path: shutil.copy(write(path.parent / "other", topology, **more) / name, path / name)
 
 
@@ -220,21 +220,21 @@ DAMAGE: dict[str, tuple[Topology | None, Change, list[tuple[str, ...]]]] = {
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_damage_is_named(case: str, tmp_path: Path) -> None:
+def test_every_kind_of_damage_is_reported_with_its_file(case: str, tmp_path: Path) -> None:
     topology, change, expected = DAMAGE[case]
     path = write(tmp_path, topology) if topology else write_atomic(tmp_path)
     change(path)
-    found = verify_checkpoint(str(path))
-    assert tell(found) == [each[:2] for each in expected], found.faults
-    assert found.whole == all("?" in kind for kind, *_ in expected)
-    text = " ".join(fault.text for fault in found.faults)
+    report = verify_checkpoint(str(path))
+    assert list_faults(report) == [each[:2] for each in expected], report.faults
+    assert report.whole == all("?" in kind for kind, *_ in expected)
+    text = " ".join(fault.text for fault in report.faults)
     assert all(words in text for _, _, *more in expected for words in more)
-    assert found.unchecked == 0  # files with an unreadable directory do not count
+    assert report.unchecked == 0  # files with an unreadable directory do not count
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EIO], ids=["out-of-reach", "lost"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_unreadable_file_is_one_fault(
+def test_verify_reports_an_unreadable_file_as_one_fault(
     code: int, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, work = write(tmp_path, Topology(1, 3)), os.open
@@ -245,23 +245,23 @@ def test_an_unreadable_file_is_one_fault(
         return work(path, *rest, **how)
 
     monkeypatch.setattr(os, "open", refuse)
-    for found in run_ranks(ranks, lambda _, comm: verify_checkpoint(str(path), comm)):
-        assert tell(found) == [("read" if code == errno.EACCES else "header", OPTIM.format(1))]
-        assert found.unchecked == 0
+    for report in run_ranks(ranks, lambda _, comm: verify_checkpoint(str(path), comm)):
+        assert list_faults(report) == [("read" if code == errno.EACCES else "header", OPTIM.format(1))]
+        assert report.unchecked == 0
 
 
-def test_damaged_records_are_named_by_their_place_without_an_index(tmp_path: Path) -> None:
+def test_damaged_records_are_reported_by_offset_if_there_is_no_index(tmp_path: Path) -> None:
     path = write(tmp_path, Topology(1, 2))
     (path / OPTIM.format(0)).unlink()
     for label, record in list_records(str(path / OPTIM.format(1))).records.items():
         if record.nbytes > 1000 and label.startswith("data/"):
             flip(path / OPTIM.format(1), record.offset)
-    found = verify_checkpoint(str(path))
-    names = {atom for fault in found.faults if fault.kind == "crc" for atom in fault.names}
+    report = verify_checkpoint(str(path))
+    names = {atom for fault in report.faults if fault.kind == "crc" for atom in fault.names}
     assert "optimizer_state_dict.base_optimizer_state.state.0.exp_avg" in names
 
 
-def test_stage_0_without_parameter_names(tmp_path: Path) -> None:
+def test_verify_of_stage_0_needs_no_parameter_names(tmp_path: Path) -> None:
     path = write(tmp_path, Topology(0))
     assert verify_folder(path) == [("unnamed?", MAIN)]
     assert verify_folder(path, groups=[["a.weight"]]) == [("unnamed", MAIN)]
@@ -271,20 +271,20 @@ def test_stage_0_without_parameter_names(tmp_path: Path) -> None:
 
 def test_bytes_without_checksums_are_counted(tmp_path: Path) -> None:
     path = write(tmp_path, Topology(1, 2), legacy=True)
-    found = verify_checkpoint(str(path))
-    assert found.whole
-    assert found.unchecked == found.read == sum(file.stat().st_size for file in path.iterdir())
+    report = verify_checkpoint(str(path))
+    assert report.whole
+    assert report.unchecked == report.read == sum(file.stat().st_size for file in path.iterdir())
     with write_checksums(False):
         path = write(tmp_path / "zip", Topology(1, 2))
-    found = verify_checkpoint(str(path))
-    assert found.whole and found.unchecked > 0.5 * found.read
+    report = verify_checkpoint(str(path))
+    assert report.whole and report.unchecked > 0.5 * report.read
 
 
 def test_headers_only_reads_no_tensors(tmp_path: Path) -> None:
     path = write(tmp_path, Topology(1, 2))
     flip_largest(path / OPTIM.format(1))
-    found = verify_checkpoint(str(path), headers_only=True)
-    assert (found.whole, found.read) == (True, 0)
+    report = verify_checkpoint(str(path), headers_only=True)
+    assert (report.whole, report.read) == (True, 0)
     os.truncate(path / OPTIM.format(0), 99)
     assert verify_folder(path, headers_only=True) == [("header", OPTIM.format(0))]
 
@@ -295,7 +295,7 @@ def test_the_index_of_sharded_weights_is_no_torch_file(tmp_path: Path) -> None:
     assert verify_folder(tmp_path) == []
 
 
-def test_other_files_are_listed(tmp_path: Path) -> None:
+def test_unknown_files_are_listed(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(CheckpointError, match="holds no checkpoint .notes.txt"):
         verify_checkpoint(str(tmp_path))
@@ -313,12 +313,12 @@ def test_progress_counts_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         totals.append(total)
         return nullcontext(done.append)
 
-    found = verify_checkpoint(str(path), options=WorkOptions(bar=make_bar))
-    assert sum(done) == found.read == sum(entry.size for entry in list_files(str(path))[0].values()) == totals[0]
+    report = verify_checkpoint(str(path), options=WorkOptions(bar=make_bar))
+    assert sum(done) == report.read == sum(entry.size for entry in list_files(str(path))[0].values()) == totals[0]
     assert max(done) <= 4096
 
 
-def test_a_file_cut_off_while_it_is_read_is_one_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_truncated_during_the_read_is_one_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path, Topology(1, 2), Model((Param("a", (300, 500)),)))
     name, size = OPTIM.format(1), os.path.getsize(path / OPTIM.format(1))
 
@@ -337,16 +337,16 @@ def test_every_byte_is_read_once(tmp_path: Path) -> None:
     model = Model((Param("a", (1000, 500)), Param("b", (500, 1000)), Param("c", (500, 300), frozen=True)))
     path = write(tmp_path, Topology(1, 3, "bf16"), model)
     before = count_read_bytes()
-    found = verify_checkpoint(str(path))
-    assert found.whole
-    assert found.read <= count_read_bytes() - before < 1.05 * found.read
+    report = verify_checkpoint(str(path))
+    assert report.whole
+    assert report.read <= count_read_bytes() - before < 1.05 * report.read
 
 
 # -- several ranks ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [2, 5])
-def test_ranks_share_the_files_and_report_the_same(tmp_path: Path, size: int) -> None:
+def test_ranks_share_the_files_and_report_equal_results(tmp_path: Path, size: int) -> None:
     path, totals = write(tmp_path, Topology(3, 3)), dict[int, int]()
     flip_largest(path / OPTIM.format(1))
     os.truncate(path / OPTIM.format(2), 999)
@@ -364,7 +364,7 @@ def test_ranks_share_the_files_and_report_the_same(tmp_path: Path, size: int) ->
     assert sum(total > 0 for total in totals.values()) == min(size, len(os.listdir(path)))
 
 
-def test_ranks_that_see_different_files_read_those(tmp_path: Path) -> None:
+def test_ranks_with_different_files_verify_their_files(tmp_path: Path) -> None:
     path = write(tmp_path, Topology(1, 3))
     hosts = [tmp_path / f"host{number}" for number in range(3)]
     for number, host in enumerate(hosts):
@@ -372,23 +372,23 @@ def test_ranks_that_see_different_files_read_those(tmp_path: Path) -> None:
         for name in (MAIN, OPTIM.format(number)):
             shutil.copy2(path / name, host)
     flip_largest(hosts[2] / OPTIM.format(2))
-    for found in run_ranks(3, lambda rank, comm: verify_checkpoint(str(hosts[rank]), comm)):
-        assert tell(found) == [("crc", OPTIM.format(2))]
-        assert len(found.files) == 4
+    for report in run_ranks(3, lambda rank, comm: verify_checkpoint(str(hosts[rank]), comm)):
+        assert list_faults(report) == [("crc", OPTIM.format(2))]
+        assert len(report.files) == 4
 
 
 def test_latest_is_read_by_one_rank_and_a_failure_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, asked = write(tmp_path, Topology(1, 2)), list[str]()
+    path, reads = write(tmp_path, Topology(1, 2)), list[str]()
     (tmp_path / "latest").write_text(path.name)
 
     def look(path: str) -> bool:
-        asked.append(path)
+        reads.append(path)
         raise ConnectionError("out of reach")
 
     monkeypatch.setattr(latest, "is_folder", look)
-    found = World(2).run(lambda _rank, comm: verify_checkpoint(str(path), comm))
-    assert len(asked) == 1
-    for each in found:
+    report = World(2).run(lambda _rank, comm: verify_checkpoint(str(path), comm))
+    assert len(reads) == 1
+    for each in report:
         (fault,) = each.faults
         assert fault.kind == "latest" and fault.warning and "out of reach" in fault.text
 
@@ -402,8 +402,8 @@ def test_a_failed_listing_fails_on_all_ranks(tmp_path: Path, monkeypatch: pytest
         return listed(folder)
 
     monkeypatch.setattr(verify, "list_files", look)
-    found = World(2).run(lambda _rank, comm: verify_checkpoint(str(path), comm))
-    assert [type(each) for each in found] == [UnsupportedError] * 2
+    report = World(2).run(lambda _rank, comm: verify_checkpoint(str(path), comm))
+    assert [type(each) for each in report] == [UnsupportedError] * 2
 
 
 def test_shares_are_about_equal() -> None:
@@ -420,32 +420,32 @@ def test_shares_are_about_equal() -> None:
 
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """A checkpoint, and a copy of it that is nearer."""
+    """A checkpoint and a nearer copy of it."""
     path = write(tmp_path, Topology(1, 3))
     shutil.copytree(path, tmp_path / "nvme")
     monkeypatch.setattr("deepspeed_ucp.formats.locations.measure_distance", lambda folder: int("nvme" not in folder))
     return path, tmp_path / "nvme"
 
 
-def test_each_file_is_read_in_one_place(places: tuple[Path, Path]) -> None:
+def test_verify_reads_each_file_in_one_place(places: tuple[Path, Path]) -> None:
     path, near = places
     (path / OPTIM.format(0)).unlink()
     (near / OPTIM.format(1)).unlink()
-    found = verify_checkpoint(str(path), also=[str(near)])
-    assert found.faults == () and found.read == found.nbytes
+    report = verify_checkpoint(str(path), also=[str(near)])
+    assert report.faults == () and report.read == report.nbytes
     assert verify_folder(path) == [("missing", OPTIM.format(0))]
 
 
 def test_a_damaged_copy_is_a_warning(places: tuple[Path, Path]) -> None:
     path, near = places
     flip_largest(near / OPTIM.format(0))
-    os.truncate(near / OPTIM.format(1), 100)  # passed over: of another size
+    os.truncate(near / OPTIM.format(1), 100)  # skipped because of its size
     flip_largest(path / OPTIM.format(1))
     flip(near / OPTIM.format(2), (near / OPTIM.format(2)).stat().st_size - 22)
-    found = verify_checkpoint(str(path), also=[str(near)])
+    report = verify_checkpoint(str(path), also=[str(near)])
     kinds = {OPTIM.format(0): ["crc"], OPTIM.format(1): ["crc"], OPTIM.format(2): ["header?"]}
-    assert {each: [kind for kind, name in tell(found) if name == each] for each in kinds} == kinds
-    fault = next(fault for fault in found.faults if fault.file == OPTIM.format(0))
+    assert {each: [kind for kind, name in list_faults(report) if name == each] for each in kinds} == kinds
+    fault = next(fault for fault in report.faults if fault.file == OPTIM.format(0))
     assert fault.text.endswith(f"{path / OPTIM.format(0)} is right: remove this copy, and a load reads that one.")
     assert fault.names == ("a.weight (exp_avg)",)
 
@@ -454,10 +454,10 @@ def test_a_damaged_copy_is_a_warning(places: tuple[Path, Path]) -> None:
 def test_a_truncated_file_is_a_warning_if_another_place_has_it(length: int, places: tuple[Path, Path]) -> None:
     path, near = places
     os.truncate(path / OPTIM.format(1), length)
-    found = verify_checkpoint(str(path), also=[str(near)])
-    assert tell(found) == [("header?", OPTIM.format(1))] and found.whole
-    assert found.faults[0].text.endswith(f"{near / OPTIM.format(1)} is right.")
-    assert found.nbytes == sum(file.stat().st_size for file in near.iterdir())
+    report = verify_checkpoint(str(path), also=[str(near)])
+    assert list_faults(report) == [("header?", OPTIM.format(1))] and report.whole
+    assert report.faults[0].text.endswith(f"{near / OPTIM.format(1)} is right.")
+    assert report.nbytes == sum(file.stat().st_size for file in near.iterdir())
     os.truncate(near / OPTIM.format(1), length + 1)
     assert not verify_checkpoint(str(path), also=[str(near)]).whole
 
@@ -465,12 +465,12 @@ def test_a_truncated_file_is_a_warning_if_another_place_has_it(length: int, plac
 def test_another_runs_file_in_a_nearer_place_is_a_warning(places: tuple[Path, Path], tmp_path: Path) -> None:
     path, near = places
     shutil.copy(write(tmp_path / "theirs", Topology(1, 3), seed=1) / OPTIM.format(1), near / OPTIM.format(1))
-    found = verify_checkpoint(str(path), also=[str(near)])
-    assert tell(found) == [("foreign?", OPTIM.format(1))] and found.whole
-    assert "it is another file" in found.faults[0].text
+    report = verify_checkpoint(str(path), also=[str(near)])
+    assert list_faults(report) == [("foreign?", OPTIM.format(1))] and report.whole
+    assert "it is another file" in report.faults[0].text
 
 
-def test_files_without_checksums_are_read_in_the_first_place(places: tuple[Path, Path], tmp_path: Path) -> None:
+def test_files_without_checksums_are_verified_in_the_first_place(places: tuple[Path, Path], tmp_path: Path) -> None:
     _, near = places
     path = write(tmp_path / "legacy", Topology(1, 3), legacy=True)
     shutil.rmtree(near)
@@ -483,16 +483,16 @@ def test_files_without_checksums_are_read_in_the_first_place(places: tuple[Path,
 
 
 def test_an_atomic_checkpoint_passes_with_and_without_its_manifest(tmp_path: Path) -> None:
-    """DeepSpeed's converter writes no manifest, and no tensors but those of the optimizer."""
+    """DeepSpeed's converter writes no manifest, and only tensors of the optimizer."""
     atomic = write_atomic(tmp_path)
-    found = verify_checkpoint(str(atomic))
-    assert (found.faults, found.kind, len(found.fingerprint["digest"])) == ((), "atomic", 64)
+    report = verify_checkpoint(str(atomic))
+    assert (report.faults, report.kind, len(report.fingerprint["digest"])) == ((), "atomic", 64)
     shutil.copy(atomic / WEIGHT.format("step"), atomic / "zero/step.pt")
     assert verify_folder(atomic) == [("extra", "zero/step.pt")]
     for path in [*atomic.rglob("module.pt"), atomic / MANIFEST, atomic / "zero/step.pt"]:
         path.unlink()
-    found = verify_checkpoint(str(atomic))
-    assert (found.faults, found.kind, found.fingerprint) == ((), "atomic", {})
+    report = verify_checkpoint(str(atomic))
+    assert (report.faults, report.kind, report.fingerprint) == ((), "atomic", {})
     flip_largest(atomic / WEIGHT.format("exp_avg"))
     os.truncate(atomic / WEIGHT.format("fp32"), 500)
     assert verify_folder(atomic) == [("crc", WEIGHT.format("exp_avg")), ("header", WEIGHT.format("fp32"))]

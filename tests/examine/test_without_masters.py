@@ -1,4 +1,4 @@
-"""`ds_ucp diff` of two checkpoints of which one has no masters: its weights are compared with rounded masters."""
+"""`ds_ucp diff` with a checkpoint without masters: its weights are compared with rounded masters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write(
 
 
 def write_weights(folder: Path, topology: Topology, state: State, *, bare: bool) -> AtomicIndex:
-    """Write a save without masters: of an engine without optimizer, or without the files of its optimizer."""
+    """Write a save without masters: by an engine without optimizer (`bare`), or without the optimizer's files."""
     if not bare:
         return write(folder, replace(topology, stage=1), state, optimizer=False)
     path = write_checkpoint(folder, MODEL, state, Topology(0, 1, topology.precision)) / "mp_rank_00_model_states.pt"
@@ -70,7 +70,7 @@ def test_weights_are_compared_with_rounded_masters(topology: Topology, bare: boo
     assert not diff_checkpoints(weights, weights).atoms
 
 
-def test_a_parameter_that_one_run_trains_is_a_difference(tmp_path: Path) -> None:
+def test_a_parameter_that_only_one_run_trains_is_a_difference(tmp_path: Path) -> None:
     """Both sides have masters."""
     state = random_state(MODEL, 0, precision="bf16")
     frozen = Model((MODEL.params[0], replace(MODEL.params[1], frozen=True), MODEL.params[2]))

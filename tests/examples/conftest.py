@@ -1,4 +1,4 @@
-"""The modules of the example are files in its folder."""
+"""Import path of the example's modules, which are files in its folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demos' lines about an interrupted job."""
+"""Output lines of the demos about an interrupted job."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_line_of_a_resume_names_its_step_and_the_repeated_ones(
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_lines_of_a_program_are_logged_as_they_come_and_the_rest_at_its_end(
+def test_lines_of_a_program_are_logged_at_once_and_the_rest_at_its_end(
     code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))

@@ -1,4 +1,4 @@
-"""examples/megatron_gpt: the same model, losses and gradients under every topology, and its checkpoints."""
+"""examples/megatron_gpt: equal losses and gradients under every topology, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LLAMA_MOE = replace(PRESETS["tiny-moe"], layers=2, hidden=32, ffn=32, kv_heads=2
 GPT = replace(PRESETS["tiny"], layers=2, hidden=32, heads=4, context=16, vocabulary=250)
 SPREAD = replace(PRESETS["tiny-moe-ep"], layers=2, hidden=32, ffn=32, kv_heads=2, heads=4, context=16)
 RANKS = 4
-PLACES = {  # the first two have all kinds of degrees; the others are exhaustive
+PLACES = {  # the first two have all kinds of degrees, the others are exhaustive
     "tp2-pp2-zero1": (Degrees(tp=2, pp=2), 1),
     "tp2-sp2-zero3": (Degrees(tp=2, sp=2, pipeline=False), 3),
     "tp2-dp2-zero2": (Degrees(tp=2, pipeline=False), 2),
@@ -39,7 +39,7 @@ BATCH, STEPS = 4, 3
 
 
 def train_ranks(config: GPTConfig, degrees: Degrees, stage: int) -> tuple[list[float], dict[str, Any]]:
-    """Train STEPS steps; returns the losses and this rank's stage of the state."""
+    """Train STEPS steps; return the losses and this rank's stage of the state."""
     clipping = {"gradient_clipping": 0.0} if config.deepspeed_moe else {}  # its norm depends on the degree
     trainer = Trainer(config, degrees, {**make_ds_config(stage), **clipping})
     losses = [trainer.train_step() for _ in range(STEPS)]
@@ -59,7 +59,7 @@ def make_ds_config(stage: int) -> dict[str, Any]:
 
 
 def describe(config: GPTConfig, degrees: Degrees) -> dict[str, tuple[tuple[int, ...], bool, int, int]]:
-    """Shape and Megatron's attributes of this rank's parameters, without an engine."""
+    """Return shape and Megatron's attributes of this rank's parameters, without an engine."""
     from gpt import GPT, make_pipeline
     from parallel import ParallelState
 
@@ -88,7 +88,7 @@ def train(worlds: WorldPool, config: GPTConfig, degrees: Degrees, stage: int) ->
 
 @pytest.fixture(scope="module", params=[GPT, LLAMA_MOE], ids=["gpt", "llama-moe"])
 def reference(request: pytest.FixtureRequest, ucp_worlds: WorldPool) -> tuple[GPTConfig, list[float], dict[str, Any]]:
-    """The model on data-parallel ranks only, without parallel layers."""
+    """The model on only data-parallel ranks, without parallel layers."""
     # The same padding of the vocabulary under tp 1 and 2: its rows are terms of the softmax.
     config = replace(request.param, vocabulary_divisor=64)
     return config, *train(ucp_worlds, config, Degrees(), 1)
@@ -103,14 +103,14 @@ def test_every_topology_trains_the_same_model(
     degrees, stage = PLACES[place]
     found_losses, found = train(ucp_worlds, replace(config, vocabulary_divisor=64 // degrees.tp), degrees, stage)
     assert found.keys() == weights.keys()
-    # fp32 sums in another order: a few units in the last place of a loss of 5.
+    # fp32 sums have another order: the tolerance is a few units in the last place of a loss of 5.
     np.testing.assert_allclose(found_losses, losses, rtol=0, atol=4e-6)
     for name, value in weights.items():
         np.testing.assert_allclose(found[name], value, rtol=0, atol=2e-5, err_msg=name)
 
 
 @pytest.mark.engine
-def test_experts_train_alike_at_any_degree(ucp_worlds: WorldPool) -> None:
+def test_losses_of_experts_are_equal_at_any_degree(ucp_worlds: WorldPool) -> None:
     losses, weights = train(ucp_worlds, SPREAD, Degrees(pipeline=False), 1)
     for ep, stage in ((2, 1), (4, 2)):
         found_losses, found = train(ucp_worlds, SPREAD, Degrees(ep=ep, pipeline=False), stage)
@@ -146,7 +146,7 @@ def test_the_checkpoint_records_how_each_parameter_is_cut(
 
 
 @pytest.mark.engine
-def test_client_state_is_megatrons(ucp_worlds: WorldPool, tmp_path: Any) -> None:
+def test_the_client_state_has_megatrons_keys(ucp_worlds: WorldPool, tmp_path: Any) -> None:
     ucp_worlds.get(RANKS).run(save_client_state, GPT, Degrees(tp=2, pp=2), str(tmp_path))
     state = torch.load(tmp_path / "global_step1" / "mp_rank_03_model_states.pt", weights_only=False)
     assert state["iteration"] == 1
@@ -158,7 +158,7 @@ def test_client_state_is_megatrons(ucp_worlds: WorldPool, tmp_path: Any) -> None
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_fused_blocks_are_cut_one_by_one(tp: int, dim: int) -> None:
+def test_each_block_of_a_fused_tensor_is_cut_separately(tp: int, dim: int) -> None:
     whole = torch.arange(16 * 16).view(16, 16)
     parts = [cut_weight(whole, Line(tuple(range(tp)), rank, None), dim, (8, 4, 4)) for rank in range(tp)]
     query = torch.cat([part.narrow(dim, 0, 8 // tp) for part in parts], dim)
@@ -172,7 +172,7 @@ def test_a_width_that_cannot_be_cut_is_refused() -> None:
         cut_weight(torch.zeros(14, 2), Line((0, 1), 0, None), 0, (8, 3, 3))
 
 
-def test_padding_does_not_change_the_rows_before_it() -> None:
+def test_padding_does_not_change_other_rows() -> None:
     rows = draw_weight(1, "word_embeddings", (250, 8), 0.02)
     assert torch.equal(draw_weight(1, "word_embeddings", (288, 8), 0.02)[:250], rows)
     assert not torch.equal(draw_weight(2, "word_embeddings", (250, 8), 0.02), rows)
@@ -209,7 +209,7 @@ def test_impossible_topologies_are_refused(degrees: Degrees, stage: int, message
         ("7.lm_head.weight", "language_model.output_layer.weight"),
     ],
 )
-def test_names_of_both_builds_are_understood(pipeline: str, plain: str) -> None:
+def test_names_of_both_builds_are_parsed(pipeline: str, plain: str) -> None:
     assert plain_name(pipeline, layers=4) == plain_name(plain, layers=4)
 
 
@@ -223,7 +223,7 @@ def test_differing_bits_are_counted() -> None:
 
 
 @pytest.mark.parametrize("name", ["zero1_pp", "zero1_pp_bf16", "zero2", "zero2_bf16", "zero3", "zero3_bf16"])
-def test_configurations_fit_the_builds_in_their_names(name: str, pytestconfig: pytest.Config) -> None:
+def test_configurations_match_the_builds_in_their_names(name: str, pytestconfig: pytest.Config) -> None:
     config = hjson.loads((pytestconfig.rootpath / "ds_configs" / f"megatron_{name}.json").read_text())
     stage = config["zero_optimization"]["stage"]
     Degrees(tp=2, pp=2 if "pp" in name else 1, pipeline="pp" in name).check(PRESETS["tiny"], stage)

@@ -1,4 +1,4 @@
-"""Adapters leave a checkpoint as PEFT loads them, to the bit."""
+"""Exported adapters equal PEFT's files to the bit."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ TIED: dict[str, dict[str, Any]] = {
     "tokens, ensured": {"trainable_token_indices": {"embed_tokens": [1, 3]}, "ensure_weight_tying": True},
     "tokens": {"trainable_token_indices": {"embed_tokens": [1, 3]}},
 }
-"""Adapters of a model whose embedding is its head."""
+"""Adapters of a model with a tied embedding and head."""
 
 
 def save(folder: Path, model: PeftModel, topology: Topology, *, base: bool = True) -> str:
-    """A DeepSpeed save of it; the adapter is trained, the base is frozen, or left out."""
+    """Write a DeepSpeed save of a model with a trained adapter and a frozen base, which may be omitted."""
     params = [
         Param(name, tuple(param.shape), frozen=not param.requires_grad)
         for name, param in model.named_parameters()
@@ -58,7 +58,7 @@ def save(folder: Path, model: PeftModel, topology: Topology, *, base: bool = Tru
     atoms = {name: {**held, "fp32": values[name]} for name, held in state.atoms.items()}
     for name in (param.name for param in params if param.frozen):
         atoms[name] = {key: values[name].to(held.dtype) for key, held in state.atoms[name].items()}
-        model.get_parameter(name).data = values[name].to(DTYPES[topology.precision]).float()  # as it is saved
+        model.get_parameter(name).data = values[name].to(DTYPES[topology.precision]).float()  # the saved value
     return str(write_checkpoint(folder, described, State(atoms, state.scalars), topology))
 
 
@@ -80,8 +80,8 @@ def export(
 @pytest.mark.parametrize(
     ("kind", "topology"), all_turns([*UNTIED, *TIED], TOPOLOGIES, 1, lambda row: f"{row[0]}-{row[1].label}")
 )
-def test_an_adapter_is_written_as_by_peft(tmp_path: Path, kind: str, topology: Topology) -> None:
-    """PEFT loads it; it writes a module that is kept whole under each of its names, and new tokens once."""
+def test_an_exported_adapter_equals_pefts_file(tmp_path: Path, kind: str, topology: Topology) -> None:
+    """PEFT loads it. A whole module is written under each of its names, and new tokens once."""
     tied = kind in TIED
     model = make_peft(tied=tied, **(UNTIED.get(kind) or {"r": 4, "target_modules": ["q_proj"], **TIED[kind]}))
     export(save(tmp_path, model, topology), tmp_path / "out", model)
@@ -95,8 +95,8 @@ def test_an_adapter_is_written_as_by_peft(tmp_path: Path, kind: str, topology: T
         assert {key.name for key in open_checkpoint(str(tmp_path / "peft"), Comm()).atoms} == trained
 
 
-def test_each_of_two_adapters(tmp_path: Path) -> None:
-    """One adapter saves a whole module, which belongs to the base for the other one."""
+def test_each_of_two_adapters_is_exported(tmp_path: Path) -> None:
+    """A module that one adapter saves whole is part of the base of the other one."""
     model = make_peft(**LORAS["lora"])
     model.add_adapter(
         "other", LoraConfig(r=2, init_lora_weights=False, target_modules=["k_proj"], modules_to_save=["norm"])
@@ -110,8 +110,8 @@ def test_each_of_two_adapters(tmp_path: Path) -> None:
         check_same(load_all(tmp_path / name), load_all(folder))
 
 
-class Own(torch.nn.Module):
-    """Modules under names that PEFT has too: one with an adapter, others without."""
+class NamesOfPeft(torch.nn.Module):
+    """Modules with names that PEFT uses, too: one with an adapter, others without."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Own(torch.nn.Module):
 @pytest.mark.parametrize("bias", ["none", "lora_only"])
 def test_modules_named_like_peft_layers_keep_their_names(tmp_path: Path, bias: Any) -> None:
     config = LoraConfig(r=2, init_lora_weights=False, target_modules=["first.base_layer"], bias=bias)
-    model = get_peft_model(Own(), config)
+    model = get_peft_model(NamesOfPeft(), config)
     path = save(tmp_path, model, TOPOLOGIES[0])
     export(path, tmp_path / "adapter", model)
     biases = [name for name in load_file(tmp_path / "adapter" / "adapter_model.safetensors") if name.endswith("bias")]

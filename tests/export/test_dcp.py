@@ -31,7 +31,7 @@ from tests.support import fsdp_run
 from tests.support.exports import MODEL, TOPOLOGIES, check_same, open_model, read_all, save_trained
 from tests.support.ranks import run_ranks
 from tests.support.reshard import examples
-from tests.support.reshard3d import VOCAB, draw_state, make_plain, open_held, rules_of
+from tests.support.reshard3d import VOCAB, draw_state, make_plain, open_run, rules_of
 from tests.synth import Model, Param, Run, State, Topology, random_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -43,7 +43,7 @@ OPTIONS = ExportOptions(workers=3)
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda t: t.label)
-def test_weights_and_optimizer_state_are_the_runs(tmp_path: Path, topology: Topology) -> None:
+def test_a_dcp_export_has_the_weights_and_optimizer_state_of_the_run(tmp_path: Path, topology: Topology) -> None:
     export_dcp(open_model(tmp_path, topology), str(tmp_path / "out"), options=OPTIONS)
     tree, state = read_all(tmp_path / "out"), random_state(MODEL, 0, precision=topology.precision)
     weights = {name: states["fp32"] for name, states in state.atoms.items()} | dict(MODEL.buffers)
@@ -59,9 +59,9 @@ def test_weights_and_optimizer_state_are_the_runs(tmp_path: Path, topology: Topo
     assert [group["betas"] for group in groups] == [(0.9, 0.999)] * 2
 
 
-def test_tensor_parallel_runs_come_out_whole(tmp_path: Path) -> None:
+def test_a_dcp_export_of_a_tensor_parallel_run_has_whole_tensors(tmp_path: Path) -> None:
     held = draw_state(make_plain(("word", "norm", "row", "qkv")), Topology(1, 2, tp=2))
-    index = open_held(held, tmp_path / "in")
+    index = open_run(held, tmp_path / "in")
     export_dcp(index, str(tmp_path / "out"), options=OPTIONS, rules=rules_of(held))
     tree = read_all(tmp_path / "out")
     for name, states in held.state.atoms.items():
@@ -70,7 +70,7 @@ def test_tensor_parallel_runs_come_out_whole(tmp_path: Path) -> None:
         check_same(found, {key: value[:rows] for key, value in states.items()} | {"step": torch.tensor(3.0)})
 
 
-def test_weights_only_in_16_bits(tmp_path: Path) -> None:
+def test_a_dcp_export_of_only_weights_may_have_16_bits(tmp_path: Path) -> None:
     index = open_model(tmp_path, Topology(3, 2))
     options = ExportOptions(dtype="bfloat16", tied="drop")
     export_dcp(index, str(tmp_path / "out"), options=options, weights_only=True)
@@ -80,8 +80,8 @@ def test_weights_only_in_16_bits(tmp_path: Path) -> None:
     check_same({"b": tree["model"]["b.weight"]}, {"b": expected})
 
 
-def test_chunks_of_large_tensors(tmp_path: Path) -> None:
-    """Chunks of rows are spread over all workers' files; only bytes of tied names are read twice."""
+def test_chunks_of_large_tensors_are_spread_over_files(tmp_path: Path) -> None:
+    """Only bytes of tied names are read twice."""
     model = Model((Param("a", (900, 3000)), Param("b", (4,)), Param("c", (900, 3000), alias_of="a")))
     index = open_model(tmp_path, Topology(2, 3), model)
     report = export_dcp(
@@ -98,8 +98,10 @@ def test_chunks_of_large_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3])
-def test_changed_bytes_of_a_tied_name_are_refused(tmp_path: Path, nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes of a tied name are read twice, perhaps on another rank, and a save may overwrite the file meanwhile."""
+def test_bytes_of_a_tied_name_that_change_between_reads_are_refused(
+    tmp_path: Path, nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second read may be on another rank, and a save may overwrite the file in between."""
     read = Planner._read
 
     def change(planner: Planner, chunk: Chunk) -> torch.Tensor:
@@ -115,7 +117,7 @@ def test_changed_bytes_of_a_tied_name_are_refused(tmp_path: Path, nodes: int, mo
     assert not (tmp_path / "out").exists()
 
 
-def test_nodes_share_the_work(tmp_path: Path) -> None:
+def test_nodes_share_the_work_of_a_dcp_export(tmp_path: Path) -> None:
     index = open_model(tmp_path, Topology(3, 2))
     run_ranks(3, lambda rank, comm: export_dcp(index, str(tmp_path / "out"), comm, OPTIONS))
     assert {path.name.split("_")[2] for path in (tmp_path / "out").glob("__*")} - set("012345678") == set()
@@ -137,7 +139,7 @@ def test_chunks_cover_a_tensor_once(shape: tuple[int, ...], most: int) -> None:
     assert seen == list(range(numbers.size))
 
 
-def test_unknown_layout(tmp_path: Path) -> None:
+def test_an_unknown_layout_of_a_dcp_export_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="torchtitan"):
         export_dcp(open_model(tmp_path, Topology(1)), str(tmp_path / "out"), layout="nested")
 
@@ -146,16 +148,18 @@ def test_unknown_layout(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["torch", "flattened"])
-def test_the_form_is_torchs(tmp_path: Path, layout: str) -> None:
-    """set_state_dict takes it into a fresh model, with the keys that get_state_dict gives."""
+def test_set_state_dict_accepts_a_dcp_export(tmp_path: Path, layout: str) -> None:
+    """The model is fresh, and the keys equal those of get_state_dict."""
     folder = save_trained(tmp_path, Topology(1, 2), layout=layout)
     model, optimizer = fsdp_run.build(seed=1)
     form = StateDictOptions(flatten_optimizer_state_dict=layout == "flattened")
     weights, states = get_state_dict(model, optimizer, options=form)
     tree = {"model": weights, "optim": states}
     found = read_all(folder)
-    asked = {key for key in found["optim"] if not key.endswith(".initial_lr")}  # by those who have a scheduler
-    assert found.keys() == tree.keys() and asked == states.keys()
+    without_initial_rates = {
+        key for key in found["optim"] if not key.endswith(".initial_lr")
+    }  # which only schedulers add
+    assert found.keys() == tree.keys() and without_initial_rates == states.keys()
     dcp.load(tree, checkpoint_id=folder, no_dist=True)
     set_state_dict(model, optimizer, model_state_dict=tree["model"], optim_state_dict=tree["optim"], options=form)
     assert fsdp_run.train(model, optimizer, range(3, 5)) == fsdp_run.train(*fsdp_run.build(), range(5))[3:]
@@ -163,8 +167,8 @@ def test_the_form_is_torchs(tmp_path: Path, layout: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("scheduled", [False, True])
-def test_a_scheduler_made_before_the_load_finds_its_rate(tmp_path: Path, layout: str, scheduled: bool) -> None:
-    """Torch's schedulers add initial_lr to the param groups, which a load then requires."""
+def test_a_scheduler_created_before_the_load_has_its_rate(tmp_path: Path, layout: str, scheduled: bool) -> None:
+    """Torch's schedulers add initial_lr to the param groups. A load then requires it."""
     folder = save_trained(tmp_path, Topology(1, 2), scheduled=scheduled, layout=layout)
     model, optimizer = fsdp_run.build(seed=1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -181,7 +185,7 @@ def test_a_scheduler_made_before_the_load_finds_its_rate(tmp_path: Path, layout:
     scheduler.step()
 
 
-def test_deepspeeds_adam_gets_the_defaults_of_torch(tmp_path: Path) -> None:
+def test_an_export_of_deepspeeds_adam_adds_torchs_defaults(tmp_path: Path) -> None:
     """Its groups lack most of AdamW's hyper-parameters, and its step is a number."""
     model = Model((Param("w", (4, 3)),))
     drawn = random_state(model, 0)
@@ -198,7 +202,7 @@ def test_deepspeeds_adam_gets_the_defaults_of_torch(tmp_path: Path) -> None:
 def test_weight_decay_of_deepspeeds_adam_follows_its_config(
     decoupled: bool | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If the script has made the optimizer, it is not known."""
+    """It is unknown if the script has created the optimizer."""
     params = {"adam_w_mode": decoupled, "weight_decay": 0.1}
     optimizer = {} if decoupled is None else {"optimizer": {"type": "Adam", "params": params}}
     run = Run(ds_config={**Topology(1, 2).ds_config(), **optimizer})
@@ -215,7 +219,7 @@ def test_other_optimizers_keep_their_hyper_parameters() -> None:
     assert complete_group({"lr": 1}, {"w": amsgrad}, ["w"])["amsgrad"] is True
 
 
-def test_accelerate_gets_the_loss_scaler(tmp_path: Path) -> None:
+def test_an_export_for_accelerate_has_the_loss_scaler(tmp_path: Path) -> None:
     index = open_model(tmp_path, Topology(2, 2, "fp16"))
     export_dcp(index, str(tmp_path / "out"), options=OPTIONS, layout="accelerate")
     assert torch.load(tmp_path / "out" / SCALER, weights_only=True) == make_scaler(index.scaler)

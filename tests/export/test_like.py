@@ -1,4 +1,4 @@
-"""An export that is like a model of Hugging Face's loads as it is, and one that is not is refused."""
+"""Exports with `--like` load as a given model of Hugging Face, or are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 
 def save(folder: Path, model: torch.nn.Module, **shapes: tuple[int, ...]) -> str:
-    """A DeepSpeed save of a model; ``shapes`` of parameters that it has otherwise."""
+    """Write a DeepSpeed save of a model, with other ``shapes`` of some parameters."""
     params = {name: tuple(param.shape) for name, param in model.named_parameters()}
     described = Model(tuple(Param(name, shape) for name, shape in {**params, **shapes}.items()))
     return str(write_checkpoint(folder, described, random_state(described, 1), Topology(1, 2)))
@@ -43,7 +43,7 @@ with_or_without_weights = pytest.mark.parametrize("weights", [False, True], ids=
 
 @pytest.fixture
 def gpt2(tmp_path: Path, weights: bool) -> Any:
-    """A model with its configuration, and perhaps its weights, in the folder ``hf``."""
+    """A model, with its configuration and optionally its weights in the folder ``hf``."""
     model = make_gpt2(tmp_path / "hf", tied=True)
     if weights:
         model.save_pretrained(tmp_path / "hf")
@@ -51,7 +51,7 @@ def gpt2(tmp_path: Path, weights: bool) -> Any:
 
 
 @with_or_without_weights
-def test_it_loads_in_the_written_element_type(tmp_path: Path, gpt2: Any) -> None:
+def test_an_export_loads_in_its_dtype(tmp_path: Path, gpt2: Any) -> None:
     export(save(tmp_path, gpt2), tmp_path / "out", tmp_path / "hf")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert loaded.dtype == torch.bfloat16
@@ -60,7 +60,7 @@ def test_it_loads_in_the_written_element_type(tmp_path: Path, gpt2: Any) -> None
 
 
 @with_or_without_weights
-def test_another_model_is_refused_before_anything_is_written(tmp_path: Path, gpt2: Any) -> None:
+def test_another_model_is_refused_before_files_are_written(tmp_path: Path, gpt2: Any) -> None:
     name = next(name for name, _ in gpt2.named_parameters())
     wrong = {name: (7, 5), "more.weight": (2,)}
     with pytest.raises(MismatchError, match=rf"not there: more.weight; of another shape: {name} \(7, 5\), there"):
@@ -70,8 +70,8 @@ def test_another_model_is_refused_before_anything_is_written(tmp_path: Path, gpt
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @with_or_without_weights
-def test_tied_tensors_that_fsdp_saves_twice_become_one(tmp_path: Path, gpt2: Any) -> None:
-    """If both are equal; otherwise the export is refused."""
+def test_tied_tensors_that_fsdp_saves_twice_are_exported_once(tmp_path: Path, gpt2: Any) -> None:
+    """If they differ, the export is refused."""
     optimizer = torch.optim.AdamW(gpt2.parameters(), lr=1e-2)
     gpt2(torch.arange(4)[None], labels=torch.arange(4)[None]).loss.backward()
     optimizer.step()
@@ -92,8 +92,7 @@ EXPERTS = {"mixtral": (MixtralForCausalLM, MIXTRAL), "qwen2-moe": (Qwen2MoeForCa
 
 @with_or_without_weights
 @pytest.mark.parametrize("name", EXPERTS)
-def test_fused_experts_get_the_names_of_files(tmp_path: Path, name: str, weights: bool) -> None:
-    """Tensors are written in the form of save_pretrained."""
+def test_fused_experts_are_exported_like_by_save_pretrained(tmp_path: Path, name: str, weights: bool) -> None:
     kind, config = EXPERTS[name]
     model = kind(config)
     model.save_pretrained(tmp_path / "hf")
@@ -103,14 +102,14 @@ def test_fused_experts_get_the_names_of_files(tmp_path: Path, name: str, weights
     path = save(tmp_path, model)
     export(path, tmp_path / "out", tmp_path / "hf", "float32")
     assert load_all(tmp_path / "out").keys() == wanted.keys()
-    loaded, told = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(told.values()), told
+    loaded, loading_info = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(loading_info.values()), loading_info
     index = open_checkpoint(path, Comm())
     export_safetensors(index, str(tmp_path / "live"), options=ExportOptions())
     check_same(dict(loaded.state_dict()), load_all(tmp_path / "live"))
 
 
-def test_an_adapter_is_not_written_as_a_model(tmp_path: Path) -> None:
+def test_an_adapter_is_not_exported_as_a_model(tmp_path: Path) -> None:
     MixtralForCausalLM(MIXTRAL).save_pretrained(tmp_path / "hf")
     lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     path = save(tmp_path, get_peft_model(MixtralForCausalLM(MIXTRAL), lora))
@@ -131,7 +130,7 @@ def test_transposed_tensors_keep_their_names(tmp_path: Path, monkeypatch: pytest
     assert load_all(tmp_path / "out").keys() == model.state_dict().keys() - {"lm_head.weight"}
 
 
-def test_the_users_renames_take_precedence(tmp_path: Path) -> None:
+def test_the_users_rename_rules_take_precedence(tmp_path: Path) -> None:
     MIXTRAL.save_pretrained(tmp_path / "hf")
     path, out = save(tmp_path, MixtralForCausalLM(MIXTRAL)), tmp_path / "out"
     options = ExportOptions(renames=(Rename("(?P<x>.*)gate_up_proj", "{x}gate_up_proj"),))
@@ -139,8 +138,8 @@ def test_the_users_renames_take_precedence(tmp_path: Path) -> None:
     assert {"gate_up_proj", "w2"} <= {part for name in load_all(out) for part in name.split(".")}
 
 
-def test_a_folder_of_long_ago_is_no_other_model(tmp_path: Path) -> None:
-    """It has buffers that are computed now, and both names of a tie."""
+def test_an_old_folder_of_the_same_model_is_accepted(tmp_path: Path) -> None:
+    """It has buffers that newer models compute, and both names of a tie."""
     model = LlamaForCausalLM(TIED)
     model.save_pretrained(tmp_path / "hf")
     held = load_all(tmp_path / "hf")
@@ -151,7 +150,7 @@ def test_a_folder_of_long_ago_is_no_other_model(tmp_path: Path) -> None:
 
 
 def test_further_files_of_a_model_are_copied(tmp_path: Path) -> None:
-    """Files of the tokenizer, the processors and the model's code, but no adapter or quantization."""
+    """These are files of the tokenizer, the processors and the model's code, without adapter and quantization."""
     wanted = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "source.spm", "spiece.model"]
     wanted += ["chat_template.jinja", "special_tokens_map.json", "video_preprocessor_config.json", "modeling_my.py"]
     wanted += ["generation_config.json", "preprocessor_config.json", "qwen.tiktoken", "target_vocab.json"]

@@ -1,4 +1,4 @@
-"""Exported weights are the run's, to the bit, in the bytes that the safetensors library writes and everybody reads."""
+"""Exported weights equal the run's to the bit, and files equal those of the safetensors library."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from tests.support.damage import flip_bit
 from tests.support.exports import MODEL, TOPOLOGIES, check_same, load_all, make_gpt2, open_model
 from tests.support.ranks import World, run_ranks
 from tests.support.reshard import examples, temporary_folder
-from tests.support.reshard3d import VOCAB, Held, draw_state, make_pipeline, make_plain, open_held, rules_of, trips
+from tests.support.reshard3d import VOCAB, SavedRun, draw_state, make_pipeline, make_plain, open_run, rules_of, trips
 from tests.synth import Model, Param, Run, Topology, random_state, write_checkpoint
 
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def expect_weights(model: Model, seed: int, topology: Topology, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """The expected tensors of a synthesised run's export."""
+    """Return the expected tensors of a synthesised run's export."""
     atoms = random_state(model, seed, precision=topology.precision).atoms
     found = {name: states["fp32"] for name, states in atoms.items()} | dict(model.buffers)
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in found.items()}
@@ -58,7 +58,7 @@ def expect_weights(model: Model, seed: int, topology: Topology, dtype: torch.dty
 
 @pytest.mark.parametrize("dtype", TORCH)
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda t: t.label)
-def test_bytes_equal_those_of_the_library(tmp_path: Path, topology: Topology, dtype: str) -> None:
+def test_exported_files_equal_those_of_the_safetensors_library(tmp_path: Path, topology: Topology, dtype: str) -> None:
     report = export_safetensors(
         open_model(tmp_path, topology), str(tmp_path / "out"), options=ExportOptions(dtype=dtype)
     )
@@ -69,12 +69,12 @@ def test_bytes_equal_those_of_the_library(tmp_path: Path, topology: Topology, dt
 
 
 @pytest.mark.parametrize("source", [Topology(0), Topology(1, 2), Topology(3, 2)], ids=lambda t: t.label)
-def test_frozen_parameters_can_be_left_out(tmp_path: Path, source: Topology) -> None:
+def test_frozen_parameters_can_be_excluded(tmp_path: Path, source: Topology) -> None:
     options = ExportOptions(frozen=False)
     export_safetensors(open_model(tmp_path, source), str(tmp_path / "out"), options=options)
     everything = {*expect_weights(MODEL, 0, source, torch.float32)}
     assert set(load_all(tmp_path / "out")) == everything - {param.name for param in MODEL.params if param.frozen}
-    if source.stage == 0:  # without names of the optimizer's parameters
+    if source.stage == 0:  # the optimizer's parameters have no names
         index = open_checkpoint(next(str(each) for each in tmp_path.glob("global*")), Comm(), Naming(weights_only=True))
         with pytest.raises(ConfigError, match="does not record which parameters were trained.*--groups"):
             export_safetensors(index, str(tmp_path / "out"), options=options)
@@ -82,7 +82,7 @@ def test_frozen_parameters_can_be_left_out(tmp_path: Path, source: Topology) -> 
 
 @given(case=cases())
 @examples(40)
-def test_any_run_comes_out(case: Case) -> None:
+def test_an_export_of_any_run_has_its_weights(case: Case) -> None:
     with temporary_folder() as folder:
         index = open_checkpoint(str(case.write(folder / "in")), Comm(), Naming(case.model.live_groups))
         export_safetensors(index, str(folder / "out"), options=ExportOptions(workers=2))
@@ -95,18 +95,18 @@ def test_any_run_comes_out(case: Case) -> None:
     assert set(found) <= {*saved, *buffers}
 
 
-def cut_padding(held: Held) -> dict[str, torch.Tensor]:
-    """The logical weights of a run, by the first stage that holds them, without the vocabulary's padding."""
-    plain = {name: states["fp32"] for name, states in held.state.atoms.items() if "#" not in name}
+def cut_padding(saved_run: SavedRun) -> dict[str, torch.Tensor]:
+    """Return the logical weights of a run from the first stage that has them, without the vocabulary's padding."""
+    plain = {name: states["fp32"] for name, states in saved_run.state.atoms.items() if "#" not in name}
     return {name: value[:VOCAB] if name.endswith("word") else value for name, value in plain.items()}
 
 
 @given(trip=trips(), nodes=st.integers(1, 2))
 @examples(20)
-def test_tensor_and_pipeline_parallel_runs_come_out_whole(trip: Any, nodes: int) -> None:
+def test_an_export_of_a_tensor_or_pipeline_parallel_run_has_whole_weights(trip: Any, nodes: int) -> None:
     with temporary_folder() as folder:
-        index = open_held(trip.source, folder / "in")
-        run_ranks(nodes, lambda rank, comm: export_held(index, trip.source, folder / "out", comm))
+        index = open_run(trip.source, folder / "in")
+        run_ranks(nodes, lambda rank, comm: export_run(index, trip.source, folder / "out", comm))
         found = load_all(folder / "out")
     weights = cut_padding(trip.source)
     assert set(found) <= set(weights) | set(trip.source.model.buffers)
@@ -114,29 +114,31 @@ def test_tensor_and_pipeline_parallel_runs_come_out_whole(trip: Any, nodes: int)
     check_same({name: found[name] for name in weights if name in found}, {n: weights[n] for n in weights if n in found})
 
 
-def export_held(index: AtomicIndex, held: Held, to: Path, comm: Comm | None = None, **options: Any) -> Any:
+def export_run(index: AtomicIndex, saved_run: SavedRun, to: Path, comm: Comm | None = None, **options: Any) -> Any:
     return export_safetensors(
-        index, str(to), comm, ExportOptions(**{"workers": 2, **options}), rules=rules_of(held), max_shard=400
+        index, str(to), comm, ExportOptions(**{"workers": 2, **options}), rules=rules_of(saved_run), max_shard=400
     )
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["cut", "kept"])
-def test_padding_rows_of_a_vocabulary(tmp_path: Path, keep: bool, caplog: pytest.LogCaptureFixture) -> None:
-    held = draw_state(make_plain(("word", "norm")), Topology(1, 2, tp=2))
+def test_padding_rows_are_removed_unless_kept(tmp_path: Path, keep: bool, caplog: pytest.LogCaptureFixture) -> None:
+    saved_run = draw_state(make_plain(("word", "norm")), Topology(1, 2, tp=2))
     caplog.set_level("INFO", "deepspeed_ucp")
-    export_held(open_held(held, tmp_path / "in"), held, tmp_path / "out", keep_padding=keep)
-    whole = held.state.atoms["body.word"]["fp32"]
+    export_run(open_run(saved_run, tmp_path / "in"), saved_run, tmp_path / "out", keep_padding=keep)
+    whole = saved_run.state.atoms["body.word"]["fp32"]
     assert len(whole) > VOCAB
     check_same({"w": load_all(tmp_path / "out")["body.word"]}, {"w": whole if keep else whole[:VOCAB]})
     assert (f"body.word ({VOCAB} of {len(whole)} rows)" in caplog.text) != keep
 
 
-def test_an_atomic_checkpoint_gives_the_same_bytes(tmp_path: Path) -> None:
-    """Its manifest has the patterns, including the rows of the vocabulary."""
-    held = draw_state(make_plain(("word", "qkv", "row", "norm"), frozen=("row",)), Topology(1, 2, "bf16", tp=2))
-    index = open_held(held, tmp_path / "in")
-    convert_index(index, str(tmp_path / "in"), str(tmp_path / "atomic"), Comm(), ConvertOptions(), rules=rules_of(held))
-    export_safetensors(index, str(tmp_path / "one"), rules=rules_of(held))
+def test_an_export_of_an_atomic_checkpoint_has_the_same_bytes(tmp_path: Path) -> None:
+    """Its manifest contains the patterns, including the rows of the vocabulary."""
+    saved_run = draw_state(make_plain(("word", "qkv", "row", "norm"), frozen=("row",)), Topology(1, 2, "bf16", tp=2))
+    index = open_run(saved_run, tmp_path / "in")
+    convert_index(
+        index, str(tmp_path / "in"), str(tmp_path / "atomic"), Comm(), ConvertOptions(), rules=rules_of(saved_run)
+    )
+    export_safetensors(index, str(tmp_path / "one"), rules=rules_of(saved_run))
     export_safetensors(open_checkpoint(str(tmp_path / "atomic"), Comm()), str(tmp_path / "two"))
     one, two = (tmp_path / name / "model.safetensors" for name in ("one", "two"))
     assert one.read_bytes() == two.read_bytes()
@@ -144,7 +146,7 @@ def test_an_atomic_checkpoint_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("nodes", "workers"), [(1, 1), (1, 5), (3, 1), (2, 4)])
-def test_the_same_bytes_by_any_nodes_and_workers(tmp_path: Path, nodes: int, workers: int) -> None:
+def test_any_numbers_of_nodes_and_workers_write_the_same_bytes(tmp_path: Path, nodes: int, workers: int) -> None:
     model = Model((Param("a", (1200, 1000)), Param("b", (70, 11)), Param("c", (900, 400))))
     index = open_model(tmp_path, Topology(3, 3), model)
     options = ExportOptions(workers=workers, window=8 << 20)
@@ -158,7 +160,7 @@ def test_the_same_bytes_by_any_nodes_and_workers(tmp_path: Path, nodes: int, wor
 
 
 def test_every_source_byte_is_read_once(tmp_path: Path) -> None:
-    """Only records with weights are read, no optimizer states."""
+    """Only records with weights are read."""
     index = open_model(tmp_path, Topology(1, 3, "bf16", parameter_alignment=True))
     report = export_safetensors(index, str(tmp_path / "out"))
     weights = [atom for atom in index.atoms.values() if atom.state in (MASTER, "module")]
@@ -174,7 +176,7 @@ SPECIAL = [
 
 @pytest.mark.parametrize("target", sorted(FLOATING))
 @pytest.mark.parametrize("source", sorted(FLOATING))
-def test_casts_are_torchs(source: str, target: str) -> None:
+def test_casts_equal_torchs(source: str, target: str) -> None:
     random = torch.Generator().manual_seed(0)
     many = torch.randn(40_000, generator=random) * 10.0 ** torch.randint(-42, 38, (40_000,), generator=random)
     values = torch.cat([torch.tensor(SPECIAL), many]).to(getattr(torch, source))
@@ -193,7 +195,7 @@ def make_tensor(dtype: str, numel: int = 1) -> Tensor:
     return Tensor(("x",), FullTensor(Atom("x", MASTER, dtype, ()), (numel,)), (numel,), dtype)
 
 
-def test_element_types_are_in_the_librarys_order(tmp_path: Path) -> None:
+def test_dtypes_are_in_the_order_of_the_safetensors_library(tmp_path: Path) -> None:
     tensors = {
         f"x{number}": torch.zeros(2, dtype=getattr(torch, dtype)) for number, dtype in enumerate(DTYPES.values())
     }
@@ -216,7 +218,7 @@ def test_unsupported_types_and_names_are_refused(name: str, dtype: str, text: st
 
 @given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=20), limit=st.integers(1, 60))
 @examples(200)
-def test_files_are_split_as_hugging_face_does(sizes: list[int], limit: int) -> None:
+def test_files_are_split_like_hugging_faces(sizes: list[int], limit: int) -> None:
     named = {f"t{number}": size for number, size in enumerate(sizes)}
     split = split_state_dict_into_shards_factory(
         named, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=limit
@@ -224,7 +226,7 @@ def test_files_are_split_as_hugging_face_does(sizes: list[int], limit: int) -> N
     assert split_shards(named, limit) == list(split.filename_to_tensors.values())
 
 
-def test_refused_names_and_patterns(tmp_path: Path) -> None:
+def test_invalid_names_and_patterns_of_an_export_are_refused(tmp_path: Path) -> None:
     index, out = open_model(tmp_path, Topology(1, 2)), str(tmp_path / "out")
     for renames, text in (
         ((Rename(".*weight", "w"),), r"become w"),
@@ -232,7 +234,7 @@ def test_refused_names_and_patterns(tmp_path: Path) -> None:
     ):
         with pytest.raises(MismatchError, match=text):
             export_safetensors(index, out, options=ExportOptions(renames=renames, strip_prefix="x."))
-    index = open_held(draw_state(make_plain(("norm", "column")), Topology(1, 2, tp=2)), tmp_path / "in")
+    index = open_run(draw_state(make_plain(("norm", "column")), Topology(1, 2, tp=2)), tmp_path / "in")
     with pytest.raises(MismatchError, match=r"body\.column"):
         export_safetensors(index, out)
     with pytest.raises(ConfigError, match="int8"):
@@ -240,7 +242,7 @@ def test_refused_names_and_patterns(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_renames_and_prefixes_without_a_match_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_rename_rules_and_prefixes_without_a_match_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     index = open_model(tmp_path, Topology(1, 2))
     options = ExportOptions(renames=(Rename("a.*", "x.y"), Rename("z.*", "z")), strip_prefix="z.")
     export_safetensors(index, str(tmp_path / "out"), options=options)
@@ -265,10 +267,15 @@ def test_stage_0_without_names_exports_the_models_weights(tmp_path: Path, caplog
 
 
 @pytest.mark.parametrize("export", [export_safetensors, partial(export_dcp, weights_only=True)], ids=["hf", "dcp"])
-def test_unasked_and_too_large_values_are_logged(tmp_path: Path, export: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Values that were infinite before, or NaN, are no news."""
-    held = torch.tensor([1.0, inf, -inf, nan])
-    buffers = {"double": held.double(), "large": torch.tensor([1.0, -70000.0]), "mask": held, "fits": held[:1] * 65519}
+def test_default_casts_and_overflows_are_logged(tmp_path: Path, export: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Values that were infinite or NaN before are not logged."""
+    values = torch.tensor([1.0, inf, -inf, nan])
+    buffers = {
+        "double": values.double(),
+        "large": torch.tensor([1.0, -70000.0]),
+        "mask": values,
+        "fits": values[:1] * 65519,
+    }
     index = open_model(tmp_path, Topology(3, 2), Model((Param("a", (5,)),), buffers))
     for dtype, logged in (
         ("float16", "values too large for float16 are written as infinite, or as its largest .*: large"),
@@ -286,7 +293,7 @@ def test_unasked_and_too_large_values_are_logged(tmp_path: Path, export: Any, ca
 
 
 @pytest.mark.parametrize("target", sorted(FLOATING - {"float64"}))
-def test_values_that_a_type_cannot_hold_are_recognised(target: str) -> None:
+def test_values_beyond_the_range_of_a_dtype_are_detected(target: str) -> None:
     finfo = torch.finfo(getattr(torch, target))
     rounded = -finfo.max * (1 + finfo.eps / 8)
     for value, expected in ((finfo.max, False), (rounded, False), (finfo.max * 1.1, True), (-inf, False)):
@@ -297,7 +304,7 @@ def test_values_that_a_type_cannot_hold_are_recognised(target: str) -> None:
         assert (overflowed == {"x"}) is expected, value
 
 
-def test_parts_that_are_not_written_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_parts_that_are_not_exported_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = Run(nest=lambda module: {**module, "layer._extra_state": b"recipe"})
     index = replace(open_model(tmp_path, Topology(1, 2), run=run), dropped="a converter omits buffers")
     export_safetensors(index, str(tmp_path / "out"))
@@ -332,7 +339,7 @@ def test_a_failed_check_on_rank_0_fails_on_all_ranks(tmp_path: Path, monkeypatch
     assert [str(each) for each in found] == ["[rank 0] a file cannot be read"] * 2
 
 
-# -- memory, and the other side ---------------------------------------------------------------------------------------
+# -- memory, and loads by other libraries -----------------------------------------------------------------------------
 
 PEAK = """
 import sys
@@ -348,7 +355,7 @@ print("PEAK", peak() - before)
 
 
 def measure_peak(folder: Path, large: Path, *options: str) -> int:
-    """Additional peak memory in bytes of an export, after a small one in the same process."""
+    """Return the additional peak memory in bytes of an export, after a small one in the same process."""
     model = Model((Param("a", (4, 10)),))
     small = write_checkpoint(folder / "small", model, random_state(model, 0), Topology(1))
     command = [sys.executable, "-c", PEAK, str(small), str(large), str(folder / "out"), *options]
@@ -368,7 +375,7 @@ MEMORY = {
 
 
 @pytest.mark.parametrize("case", MEMORY)
-def test_memory_stays_in_the_window(tmp_path: Path, case: str) -> None:
+def test_memory_of_an_export_stays_within_the_window(tmp_path: Path, case: str) -> None:
     options, params, more = MEMORY[case]
     states = {} if "dcp" in options else {"states": (), "step": None}
     model = Model(params)
@@ -378,7 +385,7 @@ def test_memory_stays_in_the_window(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["one-file", "sharded"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_transformers_loads_it(tmp_path: Path, tied: bool, sharded: bool) -> None:
+def test_transformers_loads_an_export(tmp_path: Path, tied: bool, sharded: bool) -> None:
     from transformers import AutoModelForCausalLM
 
     model = make_gpt2(tmp_path / "hf", tied=tied)
@@ -402,11 +409,11 @@ def test_transformers_loads_it(tmp_path: Path, tied: bool, sharded: bool) -> Non
 
 @pytest.mark.parametrize("equal", [True, False], ids=["equal", "their own"])
 def test_only_differing_copies_are_a_warning(equal: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A tied embedding is held by two stages, bit-equal; positions live on apart in each."""
-    held = draw_state(make_pipeline([["column"], ["row"]]), Topology(1, 2, pp=2))
-    held = held.equalize() if equal else held
-    index = open_held(held, tmp_path / "in")
+    """Two stages hold equal copies of a tied embedding, and separate position embeddings."""
+    saved_run = draw_state(make_pipeline([["column"], ["row"]]), Topology(1, 2, pp=2))
+    saved_run = saved_run.equalize() if equal else saved_run
+    index = open_run(saved_run, tmp_path / "in")
     assert index.instances
-    export_held(index, held, tmp_path / "out", Comm())
+    export_run(index, saved_run, tmp_path / "out", Comm())
     assert ("held by several pipeline stages" in caplog.text) != equal
     assert "word" not in caplog.text

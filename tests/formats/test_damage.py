@@ -137,9 +137,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_special_files_among_state_files_are_refused(
-    folder: Path, kind: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_special_files_as_state_files_are_refused(folder: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / OPTIM).unlink()
     ODD[kind](folder / OPTIM)
     check_refused(folder, f"{OPTIM}: cannot be read|{OPTIM} is missing")

@@ -202,18 +202,18 @@ def test_an_invalid_latest_is_refused(content: bytes | str | None, text: str, tm
 
 @pytest.mark.parametrize("name", [STATES, "ucp_manifest.json"], ids=["normal", "atomic"])
 def test_a_tag_folder_is_accepted_as_a_checkpoint(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own, below = tmp_path / "global_step3", tmp_path / "global_step3" / "global_step9"
-    touch(own, name)
-    monkeypatch.chdir(own)
-    for folder in (str(own), f"{own}/", "."):
+    tag_folder, below = tmp_path / "global_step3", tmp_path / "global_step3" / "global_step9"
+    touch(tag_folder, name)
+    monkeypatch.chdir(tag_folder)
+    for folder in (str(tag_folder), f"{tag_folder}/", "."):
         assert read_latest(folder) == "global_step3"
-        assert os.path.samefile(find_folder(folder, "global_step3"), own)
+        assert os.path.samefile(find_folder(folder, "global_step3"), tag_folder)
         assert os.path.samefile(check_tag(folder, "global_step3"), find_checkpoint(folder))
-    assert find_folder(str(own), "other") == str(own / "other")
+    assert find_folder(str(tag_folder), "other") == str(tag_folder / "other")
     touch(below, STATES)  # a later save into the loaded folder, complete once `latest` names it
-    assert (read_latest(str(own)), find_checkpoint(str(own))) == ("global_step3", str(own))
-    (own / "latest").write_text("global_step9")
-    assert (read_latest(str(own)), find_checkpoint(str(own))) == ("global_step9", str(below))
+    assert (read_latest(str(tag_folder)), find_checkpoint(str(tag_folder))) == ("global_step3", str(tag_folder))
+    (tag_folder / "latest").write_text("global_step9")
+    assert (read_latest(str(tag_folder)), find_checkpoint(str(tag_folder))) == ("global_step9", str(below))
 
 
 @pytest.mark.parametrize(
@@ -388,8 +388,8 @@ def test_files_named_by_sequence_parallel_rank_are_read(tmp_path: Path, topology
     assert index.topology == plain.topology
     assert index.atoms == plain.atoms
     if topology.stage == 3:
-        own = [find_state_file(index, 0, rank) for rank in range(1, 4)]
-        assert own == [
+        state_files = [find_state_file(index, 0, rank) for rank in range(1, 4)]
+        assert state_files == [
             str(tmp_path / "alst" / f"zero_pp_rank_{r}_mp_rank_{r % sp:02d}_model_states.pt") for r in range(1, 4)
         ]
     assert [each for each in index.unnoticed if "sequence-parallel rank" in each] and not plain.unnoticed

@@ -489,9 +489,7 @@ def test_an_export_opens_with_the_values_of_its_source(tmp_path: Path, layout: s
 
 
 @pytest.mark.parametrize("tiled", [False, True])
-def test_commands_accept_dcp_checkpoints(
-    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], tiled: bool
-) -> None:
+def test_commands_accept_dcp(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], tiled: bool) -> None:
     if tiled:  # each tensor is cut in two along each dimension
         (tmp_path / "tiles").mkdir()
         write_dcp(tmp_path / "tiles", read_all(saved), lambda tensor: [2, 2][: tensor.dim()])

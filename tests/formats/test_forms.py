@@ -85,25 +85,23 @@ def overwrite_in_place(folder: Path, model: Model, writer: str) -> Path:
     ],
     ids=["shorter", "other writers"],
 )
-def test_files_with_the_end_of_an_older_save_are_refused_with_advice(
-    tmp_path: Path, rows: int, writer: str, words: str
-) -> None:
+def test_files_with_the_end_of_older_ones_are_refused(tmp_path: Path, rows: int, writer: str, words: str) -> None:
     overwrite_in_place(tmp_path, Model((Param("a", (300, 5)),)), "0.2")
     tag = overwrite_in_place(tmp_path, Model((Param("a", (rows, 5)),)), writer)
     check_refused(tag, words)
 
 
-def test_a_missing_file_is_named(folders: tuple[Path, Path]) -> None:
+def test_a_missing_file_is_reported_by_name(folders: tuple[Path, Path]) -> None:
     (folders[1] / f"{shard(3)}-0.1").unlink()
     check_refused(folders[1], f"{shard(3)} is missing")
 
 
 def test_seal_and_convert_accept_files_of_the_fast_writer(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    made = [tmp_path / name for name in ("of-plain", "of-fast")]
-    for folder, destination in zip(folders, made, strict=True):
+    conversions = [tmp_path / name for name in ("of-plain", "of-fast")]
+    for folder, destination in zip(folders, conversions, strict=True):
         seal_folder(str(folder), Comm())
         convert_checkpoint(str(folder), str(destination))
-    left, right = ({p.relative_to(m): p.read_bytes() for p in m.rglob("*.pt")} for m in made)
+    left, right = ({p.relative_to(m): p.read_bytes() for p in m.rglob("*.pt")} for m in conversions)
     assert left == right
     (folders[1] / f"{shard(0)}-0.2").write_bytes((folders[0] / shard(0)).read_bytes() + b"\0")
     with pytest.raises(CheckpointError):
@@ -118,15 +116,15 @@ INSIDE = ".ucp-save-job-1-0a1b2c3d"
 @pytest.fixture
 def tag(tmp_path: Path) -> Path:
     """A sealed tag with its files in a folder below it."""
-    made = write_source(tmp_path, 3)
-    seal_folder(str(made), Comm())
-    names = os.listdir(made)
-    (made / INSIDE).mkdir()
+    source = write_source(tmp_path, 3)
+    seal_folder(str(source), Comm())
+    names = os.listdir(source)
+    (source / INSIDE).mkdir()
     for name in names:
-        (made / name).rename(made / INSIDE / name)
-    (made / "ucp_published.json").write_text(json.dumps({"folder": INSIDE}))
-    (tmp_path / "latest").write_text(made.name)
-    return made
+        (source / name).rename(source / INSIDE / name)
+    (source / "ucp_published.json").write_text(json.dumps({"folder": INSIDE}))
+    (tmp_path / "latest").write_text(source.name)
+    return source
 
 
 def test_a_published_tag_is_found_and_loaded(tag: Path, tmp_path: Path) -> None:

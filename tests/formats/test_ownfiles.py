@@ -65,7 +65,7 @@ def test_each_difference_from_the_engine_is_named(key: str, value: Any, files: t
     assert "→" in text
 
 
-def test_a_missing_file_is_named(files: tuple[str, str]) -> None:
+def test_a_missing_file_is_reported_by_name(files: tuple[str, str]) -> None:
     (text,) = compare_own_files(files[0], files[1].replace("rank_0_", "rank_3_"), LIVE)
     assert text.endswith("zero_pp_rank_3_mp_rank_00_optim_states.pt is missing")
 

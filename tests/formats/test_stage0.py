@@ -69,9 +69,7 @@ class Backwards(FakeTarget):
 
 @WRAPPERS
 @pytest.mark.parametrize("group", [lambda name: 0, by_decay], ids=["one-group", "decay"])
-def test_stage0_states_follow_the_modules_saved_order(
-    wrapper: Topology, group: Callable[[str], int], tmp_path: Path
-) -> None:
+def test_states_follow_the_modules_saved_order(wrapper: Topology, group: Callable[[str], int], tmp_path: Path) -> None:
     """The topologies differ, because DeepSpeed's load would follow the live order."""
     saved, live = define(SAVED, group), define(OTHER, group)
     state = save(tmp_path, saved, wrapper)
@@ -82,8 +80,8 @@ def test_stage0_states_follow_the_modules_saved_order(
         if target == wrapper:
             (difference,) = compare(index, targets[0])
             assert "parameter order" in difference
-    own = FakeTarget(saved, wrapper, 0)
-    assert not compare(open_for(tmp_path, own), own)
+    unchanged = FakeTarget(saved, wrapper, 0)
+    assert not compare(open_for(tmp_path, unchanged), unchanged)
 
 
 @WRAPPERS

@@ -198,7 +198,7 @@ def test_unreadable_swapped_saves_are_refused(tmp_path: Path, case: str) -> None
         open_folder(tmp_path)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported_by_name(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / RANK1 / "exp_avg-0_1.tensor.swp").unlink()
     with pytest.raises(CheckpointError, match=rf"{RANK1}/exp_avg-0_1.tensor.swp is missing; it holds exp_avg of pos, "):

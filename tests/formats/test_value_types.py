@@ -169,9 +169,7 @@ def test_a_value_that_deepspeed_writes_is_read(
 @pytest.mark.parametrize(
     ("field", "topology", "value"), [pytest.param(*row, id=f"{row[0]}-{str(row[2])[:20]}") for row in UNKNOWN]
 )
-def test_a_value_of_an_unknown_type_is_refused_by_name(
-    tmp_path: Path, field: Field, topology: Topology, value: Any
-) -> None:
+def test_a_value_of_unknown_type_is_refused(tmp_path: Path, field: Field, topology: Topology, value: Any) -> None:
     files = make(topology)
     field.change(files, lambda _: value)
     with pytest.raises(UnsupportedError) as found:

@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz`: failures of earlier runs first, then fresh numbers until the time is up."""
+"""`python -m tests.fuzz`: failures of earlier runs first, then fresh numbers until the time has passed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _KEPT = 3  # cases of one cause that are shown and kept
 
 
 class Worker:
-    """One process for many cases; a new one after each that had to be killed."""
+    """One process for many cases, which is replaced after a case that had to be killed."""
 
     def __init__(self) -> None:
         self._context = mp.get_context("fork")
@@ -59,10 +59,10 @@ class Worker:
         return code
 
     def _start(self) -> None:
-        self._connection, theirs = self._context.Pipe()
-        self._process = self._context.Process(target=serve, args=(theirs,), daemon=True)
+        self._connection, peer = self._context.Pipe()
+        self._process = self._context.Process(target=serve, args=(peer,), daemon=True)
         self._process.start()
-        theirs.close()
+        peer.close()
         self._cases = 0
 
 
@@ -93,7 +93,7 @@ class Failures:
 
 
 def draw_cases(kinds: list[str], seconds: float) -> Iterator[tuple[str, int]]:
-    """Kinds in turn, each with a fresh number, until the time is up."""
+    """Yield kinds in turn, each with a fresh number, until the time has passed."""
     fresh, end = random.SystemRandom(), time.monotonic() + seconds
     while True:
         for kind in kinds:

@@ -1,4 +1,4 @@
-"""The kinds of cases: each makes a checkpoint from a number, and reads it in several ways."""
+"""The kinds of cases: each derives a checkpoint from a number and reads it by several commands and loads."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def pick_file(draw: Draw, folder: Path) -> Path:
 
 
 def look(draw: Draw, folder: Path, source: Source, *, trusted: bool) -> None:
-    """Read a checkpoint in two drawn ways, and the client state.
+    """Read a checkpoint by two drawn functions, and read the client state.
 
     Args:
-        trusted: checksums cover the change: a load is refused or right.
+        trusted: checksums cover the change, so a load is refused or right.
     """
     ways: list[Callable[[], object]] = [
         lambda: open_folder(folder, source),
@@ -125,7 +125,7 @@ def change_file(sources: Sequence[Source], change: Callable[[Draw, Path, Source]
 def spoil(draw: Draw, path: Path, source: Source) -> bool:
     """Change bytes: zip directory, pickles, tensors, gaps, metadata, blocks."""
     path.write_bytes(change_bytes(draw, path.read_bytes()))
-    if isinstance(source, Foreign):  # blocks of tensors and files of ``torch.save`` have checksums of every byte
+    if isinstance(source, Foreign):  # only files of ``torch.save`` and blocks have checksums of every byte
         return not source.format.unchecked and path.suffix in (".distcp", ".bin", ".pt")
     return not source.legacy
 
@@ -182,7 +182,7 @@ def forge_metadata(draw: Draw, path: Path, _source: Source) -> bool:
     return False
 
 
-def others_held(draw: Draw, root: Path) -> None:
+def change_tree(draw: Draw, root: Path) -> None:
     """Change values of a tree before it is saved as blocks, or as two files, with valid checksums."""
     source, folder = copy(draw, root, [source for source in FOREIGN if source.name == "dcp-nested"])
     shutil.rmtree(folder)
@@ -270,7 +270,7 @@ KINDS: dict[str, Kind] = {
     "manifest": change_file(_ATOMIC, forge_manifest),
     "foreign": change_file(FOREIGN, spoil),
     "foreign_told": change_file(FOREIGN, forge_metadata),
-    "foreign_held": others_held,
+    "foreign_held": change_tree,
     "reshard": reshard,
 }
 
@@ -283,7 +283,7 @@ def change_bytes(draw: Draw, data: bytes) -> bytes:
     found = bytearray(data)
     for _ in range(draw.choice((1, 1, 2, 4))):
         at, length = draw.randrange(len(found) + 1), draw.choice((1, 1, 2, 4, 8, 64, 700))
-        if draw.random() < 0.3:  # the end holds a zip's directory, the beginning its first pickle
+        if draw.random() < 0.3:  # a zip's directory is at the end, its first pickle at the beginning
             at = min(
                 len(found), draw.choice((draw.randrange(300), len(found) - draw.randrange(300))) % (len(found) + 1)
             )
@@ -416,6 +416,6 @@ def nest(depth: int) -> str:
 
 
 def dump(tree: Any, separators: tuple[str, str] = (",", ":")) -> str:
-    """Dump as the package writes manifests, or as it makes their digest."""
+    """Dump JSON in the form of manifests, or of the text for their digest."""
     text = json.dumps(tree, sort_keys=True, separators=separators)
     return re.sub('"@nest([0-9]+)"', lambda found: "[" * int(found[1]) + "1" + "]" * int(found[1]), text)

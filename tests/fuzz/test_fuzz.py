@@ -1,4 +1,4 @@
-"""Some cases of every kind, the same ones every time; `make fuzz` draws others."""
+"""Some fixed cases of every kind; `make fuzz` draws others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MORE = {"manifest": 4 * NUMBERS, "values": 4 * NUMBERS}
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "reshard"])
-def test_nothing_but_our_errors_comes_of_it(kind: str, tmp_path: Path) -> None:
+def test_fuzzed_checkpoints_raise_only_errors_of_the_package(kind: str, tmp_path: Path) -> None:
     numbers = few(range(MORE.get(kind, NUMBERS)), NUMBERS)
     failures = [outcome for number in numbers if (outcome := run_case(kind, number, tmp_path)).error]
     assert not failures, "\n".join(f"{each.kind}:{each.number} {each.error}" for each in failures)

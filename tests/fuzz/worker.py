@@ -1,4 +1,4 @@
-"""A process that runs cases one after the other and reports each; it may be killed in the middle of one."""
+"""A process that runs cases sequentially and reports each; it may be killed during a case."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CPU_SECONDS = 20.0
 """Limit of a case; the largest file has 30 KB."""
 MEMORY = 300 << 20
 """Bytes by which a case may raise the peak memory of the process."""
-_LIMIT = 3 << 30  # of address space, in addition to the initial size
+_LIMIT = 3 << 30  # bytes of address space, in addition to the initial size
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class TooSlow(BaseException):
 
 
 def serve(connection: Connection) -> None:
-    """Run the cases of the other end until it closes the connection."""
+    """Run the cases that the peer sends until it closes the connection."""
     _limit()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other end reports
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
     with tempfile.TemporaryDirectory(prefix="ucp-fuzz-") as root:
         os.environ["TMPDIR"] = tempfile.tempdir = root
         while True:
@@ -55,7 +55,7 @@ def serve(connection: Connection) -> None:
 
 
 def run_case(kind: str, number: int, root: Path) -> Outcome:
-    """Run a case. Returns its error as its outcome."""
+    """Run a case. Return its error as its outcome."""
     from tests.fuzz.kinds import KINDS
 
     start, held = time.process_time(), _reset_peak()

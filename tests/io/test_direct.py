@@ -1,4 +1,4 @@
-"""Writing past the page cache: any range of a file, by several threads, with a way back."""
+"""Writes past the page cache: any range of a file, by several threads, with a fallback."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DATA = random.Random(2).randbytes(200_000)
 
 @pytest.fixture
 def passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """The (offset, bytes) that are written past the cache, on any kind of file system."""
+    """List of (offset, bytes) that are written past the cache, on any kind of file system."""
     try:
         os.close(os.open(tmp_path, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT))
     except OSError:
@@ -72,7 +72,7 @@ def test_no_page_is_written_both_past_the_cache_and_through_it(sizes: list[int],
 
 @pytest.mark.parametrize("offset", [0, 1, BLOCK - 1, BLOCK, 12_345])
 @pytest.mark.parametrize("sizes", [(200_000,), (100, 150_000, 50), (70_000, 3, 80_000), (10,)])
-def test_any_parts_can_be_written_anywhere(
+def test_any_parts_are_written_at_any_offset(
     sizes: tuple[int, ...], offset: int, passed: list[tuple[int, int]], tmp_path: Path
 ) -> None:
     parts, path = [DATA[size // 7 :][:size] for size in sizes], tmp_path / "file"
@@ -85,7 +85,9 @@ def test_any_parts_can_be_written_anywhere(
     assert sum(nbytes for _, nbytes in passed) >= len(whole) - 2 * BLOCK * len(parts) or not passed
 
 
-def test_aligned_memory_is_used(passed: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_aligned_memory_is_written_without_a_copy(
+    passed: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(direct._thread.scratch, "take", lambda nbytes: pytest.fail("copied"))
     view = allocate_large(len(DATA))
     view[:] = DATA
@@ -105,7 +107,7 @@ def test_a_long_piece_is_written_in_several_calls(
         passed.clear()
 
 
-def test_neighbours_are_written_by_several_threads(passed: list[tuple[int, int]], tmp_path: Path) -> None:
+def test_adjacent_ranges_are_written_by_several_threads(passed: list[tuple[int, int]], tmp_path: Path) -> None:
     path, data = tmp_path / "file", random.Random(3).randbytes(5_000_000)
     path.write_bytes(b"")
     cuts = [0, *sorted(random.Random(4).sample(range(len(data)), 30)), len(data)]
@@ -119,10 +121,10 @@ def test_neighbours_are_written_by_several_threads(passed: list[tuple[int, int]]
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_system_that_refuses_writes_through_its_cache(
+def test_writes_fall_back_to_the_cache_if_the_system_refuses_direct_ones(
     first: bool, tmp_path: Path, passed: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also one that has written a part whose end is not aligned. A full disk is an error."""
+    """The system may also have written a part with an unaligned end. A full disk is an error."""
 
     def refuse(fd: int, data: memoryview, offset: int) -> int:
         if first or offset % BLOCK:
@@ -157,8 +159,8 @@ def test_memory_in_large_pages_is_zeroed_and_aligned(nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_large_pages_are_advised_where_memory_fills_them(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system without large pages gives small ones."""
+def test_large_pages_are_advised_for_memory_that_fills_them(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system without large pages uses small ones."""
     calls: list[tuple[int, int, int]] = []
 
     class Memory(mmap.mmap):

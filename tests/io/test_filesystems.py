@@ -27,13 +27,13 @@ def test_stores_are_farthest() -> None:
 
 
 def test_kinds_of_file_systems() -> None:
-    assert find_kind("/proc") == NETWORK  # of no kind that is listed
+    assert find_kind("/proc") == NETWORK  # an unknown kind
     assert find_kind("/dev/shm") == MEMORY
     assert find_kind("/nowhere") == ""
 
 
 def test_a_tree_lists_files_behind_links(tmp_path: Path) -> None:
-    """Links that lead back up or nowhere do no harm."""
+    """Links to a parent folder and dangling links are ignored."""
     elsewhere, folder = tmp_path / "elsewhere", tmp_path / "tag"
     for each in (elsewhere / "w", folder / "deep"):
         each.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Large pages for memory as long as they are fast, and the pause of the garbage collector."""
+"""Large pages for memory while they are fast, and the pause of the garbage collector."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from deepspeed_ucp.io.memory import LARGE_PAGE, LargePages, allocate, find_addre
 
 MIB = 1 << 20
 LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
-WORTH, QUICK, SLOW = 4 * MIB, 1 / 1280, 1 / 100  # bytes, and seconds that they take at 5 and at 0.4 GiB/s
+WORTH, QUICK, SLOW = 4 * MIB, 1 / 1280, 1 / 100  # bytes, and their seconds at 5 and at 0.4 GiB/s
 
 
 @pytest.fixture
 def memory() -> Iterator[mmap.mmap]:
-    """Untouched memory, on a system that takes advice on large pages, whether it gives any or not."""
+    """Untouched memory, on a system that accepts advice on large pages and may have no such pages."""
     if not LARGE_PAGES.exists():
         pytest.skip("this system has no large pages")
     held = allocate(4 * LARGE_PAGE)
@@ -28,7 +28,7 @@ def memory() -> Iterator[mmap.mmap]:
 
 
 def read_advice(address: int) -> str:
-    """Return the advice that the system has for the pages there: "hg", "nh" or none."""
+    """Return the system's advice for the pages at an address: "hg", "nh" or ""."""
     advice, inside = "", False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first = line.split()[0]
@@ -67,7 +67,7 @@ def test_large_pages_are_advised_for_whole_pages(low: int, nbytes: int, advice: 
     ],
     ids=["slow for a moment", "slow", "slow for a moment after a while", "slow after a while", "slow now and then"],
 )
-def test_slow_large_pages_are_given_up(memory: mmap.mmap, costs: list[float], advice: str) -> None:
+def test_slow_large_pages_are_disabled(memory: mmap.mmap, costs: list[float], advice: str) -> None:
     pages = LargePages()
     pages.add(find_address(memory), len(memory))
     for cost in costs:
@@ -100,7 +100,7 @@ def fail_inside() -> None:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_the_collector_is_off_inside_and_restored(enabled: bool) -> None:
+def test_pausing_the_garbage_collector_restores_its_state(enabled: bool) -> None:
     before = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
     try:

@@ -55,7 +55,7 @@ def read(reads: list[Read], file: FileRef, sinks: list[Any], threads: int = 1, c
         return sorted(reader.read_parallel(reads, sinks, threads))
 
 
-def test_bytes_go_where_the_items_say(file: FileRef) -> None:
+def test_bytes_are_read_into_the_destinations_of_the_items(file: FileRef) -> None:
     straight, staged = Bytes(10), Bytes(10, staged=True)
     items = item(0, 50, 4, 0, 6), item(0, 54, 3, 2, 0), item(0, 57, 5, 1, 2), item(0, 62, 2, 0, 0)
     checks = read([Read.of(0, 50, 66, *items)], file, [straight, staged, None])
@@ -85,7 +85,7 @@ def test_threads_share_the_reads(file: FileRef, threads: int, staged: bool) -> N
     ]
 
 
-def test_nothing_to_do_opens_nothing(tmp_path: Path) -> None:
+def test_an_empty_list_of_reads_opens_no_file(tmp_path: Path) -> None:
     assert read([], FileRef(str(tmp_path / "absent.pt"), 0), []) == []
 
 
@@ -173,12 +173,12 @@ RANGES = [(0, len(LARGE)), (0, 1), (4095, 2), (4096, 4096), (1, 8192), (5000, le
 
 
 @pytest.mark.parametrize(("offset", "nbytes"), RANGES)
-def test_any_range_can_be_fetched(cold: StoredFile, offset: int, nbytes: int) -> None:
+def test_any_range_is_fetched_past_the_cache(cold: StoredFile, offset: int, nbytes: int) -> None:
     data = cold.fetch(offset, nbytes, Scratch())
     assert data is not None and bytes(data) == LARGE[offset : offset + nbytes]
 
 
-def test_fetched_bytes_go_where_the_items_say(cold: StoredFile) -> None:
+def test_fetched_bytes_are_stored_at_the_destinations_of_the_items(cold: StoredFile) -> None:
     sink, staged = Bytes(9000), Bytes(20, staged=True)
     runs = CopyItem(0, 9057, 2, 2, 3, 1, 1, 5)
     items = item(0, 50, 9000, 0, 0), item(0, 9050, 7, 2, 0), runs, item(0, 9063, 3, 1, 17)
@@ -191,7 +191,7 @@ def test_fetched_bytes_go_where_the_items_say(cold: StoredFile) -> None:
     assert checks == [Checked(0, 50, 9016, isal_zlib.crc32(got))]
 
 
-def test_bytes_that_are_read_again_are_left_in_the_cache(cold: StoredFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_for_a_second_read_stay_in_the_cache(cold: StoredFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StoredFile, "fetch", lambda *_: pytest.fail("read past the cache"))
     records, sink = Records.of([(0, 0, len(LARGE), None)]), Bytes(100)
     with RecordReader(records, [FileRef(cold.path, len(LARGE))], again=lambda read: True) as reader:
@@ -206,22 +206,22 @@ def test_few_bytes_are_read_through_the_cache(cold: StoredFile, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("offset", [8192, len(LARGE) - 10, len(LARGE), 5 * 4096])
-def test_a_fetch_behind_the_end_is_the_same_error(cold: StoredFile, offset: int) -> None:
+def test_a_fetch_beyond_the_end_is_the_same_error_as_a_read(cold: StoredFile, offset: int) -> None:
     with pytest.raises(CheckpointError, match=f"ends at byte {len(LARGE)}; it was truncated"):
         cold.fetch(offset, len(LARGE) - offset + 1 if offset < len(LARGE) else 10, Scratch())
 
 
 @pytest.mark.parametrize(
-    ("code", "told"), [(errno.EINVAL, None), (errno.EFAULT, None), (errno.EIO, "cannot be read at byte 4096")]
+    ("code", "message"), [(errno.EINVAL, None), (errno.EFAULT, None), (errno.EIO, "cannot be read at byte 4096")]
 )
-def test_a_system_that_does_not_read_past_its_cache_reads_through_it(
-    cold: StoredFile, code: int, told: str | None, monkeypatch: pytest.MonkeyPatch
+def test_reads_fall_back_to_the_cache_if_the_system_refuses_direct_ones(
+    cold: StoredFile, code: int, message: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "preadv", refuse(code))
-    if told is None:
+    if message is None:
         assert cold.fetch(4096, 10, Scratch()) is None
     else:
-        with pytest.raises(CheckpointError, match=told):
+        with pytest.raises(CheckpointError, match=message):
             cold.fetch(4096, 10, Scratch())
 
 
@@ -233,7 +233,7 @@ def test_a_system_that_does_not_read_past_its_cache_reads_through_it(
     ],
     ids=lambda value: errno.errorcode.get(value, ""),
 )
-def test_faults_of_files_and_of_the_system_differ(
+def test_faults_of_files_and_of_the_system_have_different_errors(
     code: int, kind: type[CheckpointError], cold: StoredFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "preadv", refuse(code))
@@ -244,7 +244,7 @@ def test_faults_of_files_and_of_the_system_differ(
         assert type(caught.value) is kind
 
 
-def test_a_file_takes_one_descriptor(cold: StoredFile) -> None:
+def test_a_file_needs_one_descriptor(cold: StoredFile) -> None:
     """Checkpoints have many files, and processes have limits."""
     before = list_open(cold.path)
     with StoredFile(cold.path) as stored:
@@ -252,13 +252,13 @@ def test_a_file_takes_one_descriptor(cold: StoredFile) -> None:
         assert len(list_open(cold.path)) == len(before) + 1
 
 
-def test_without_a_spare_descriptor_the_cache_is_used(cold: StoredFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_use_the_cache_without_a_spare_descriptor(cold: StoredFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "open", refuse(errno.EMFILE))
     assert cold.fetch(0, 9000, Scratch()) is None
 
 
 def test_mincore_is_called_for_whole_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a system with pages of 64 KiB, whose mmap refuses other offsets."""
+    """The system has pages of 64 KiB, and its mmap refuses other offsets."""
 
     class Libc:
         def mmap(self, address: None, size: int, protection: int, flags: int, fd: int, offset: int) -> int | None:
@@ -284,7 +284,7 @@ def drop(file: BinaryIO) -> None:
         pytest.skip("this file system keeps what it is told to drop")
 
 
-def test_is_cached(tmp_path: Path) -> None:
+def test_is_cached_checks_all_pages_of_a_range(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(bytes(64 << 12))
     with open(path, "rb") as file:
@@ -296,7 +296,7 @@ def test_is_cached(tmp_path: Path) -> None:
         assert not direct.is_cached(file.fileno(), 41 << 12, 20 << 12)
 
 
-def test_small_reads_read_nothing_ahead_on_such_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_reads_disable_a_long_readahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x"
     path.write_bytes(bytes(64 << 12))
 

@@ -26,25 +26,25 @@ DATA = bytes(index * 37 % 251 for index in range(50_000))
     threads=st.integers(1, 5),
     window=st.sampled_from((1, 5000, 40_000, 1 << 20)),
 )
-def test_checksums_of_any_ranges(ranges: list[tuple[int, int]], threads: int, window: int) -> None:
-    """They may overlap, and lie across pieces."""
+def test_scans_compute_checksums_of_any_ranges(ranges: list[tuple[int, int]], threads: int, window: int) -> None:
+    """Ranges may overlap and span pieces."""
     ranges = [(offset, min(nbytes, len(DATA) - offset)) for offset, nbytes in ranges]
-    told: list[int] = []
+    progress: list[int] = []
     with temporary_folder() as folder:
         (folder / "a").write_bytes(DATA)
         (folder / "empty").write_bytes(b"")
         files = [ScanFile(str(folder / "a"), len(DATA), tuple(ranges)), ScanFile(str(folder / "empty"), 0)]
-        found = scan_files(files, threads=threads, window=window, progress=told.append)
+        found = scan_files(files, threads=threads, window=window, progress=progress.append)
     assert found[0].crcs == [zlib.crc32(DATA[offset : offset + nbytes]) for offset, nbytes in ranges]
     assert [each.nbytes for each in found] == [len(DATA), 0]
-    assert sum(told) == len(DATA)
+    assert sum(progress) == len(DATA)
     assert not found[0].errors
 
 
 @pytest.mark.parametrize(
     ("name", "text"), [("gone", "cannot be opened .No such file"), (".", "cannot be opened .Is a directory")]
 )
-def test_a_file_that_cannot_be_read_is_noted(tmp_path: Path, name: str, text: str) -> None:
+def test_an_unreadable_file_is_recorded_as_a_fault(tmp_path: Path, name: str, text: str) -> None:
     (found,) = scan_files([ScanFile(str(tmp_path / name), 9000, ((0, 10),))])
     assert found.crcs == [None]
     assert len(found.errors) == 1

@@ -1,4 +1,4 @@
-"""Staging: one writer, no incomplete output under the final name, and no foreign file is removed."""
+"""Staging: one writer, only complete outputs under the final name, and no removal of foreign files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ KIND = OutputKind(
 
 @pytest.fixture(autouse=True)
 def _unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do not wait for the disk: other processes see the files without it."""
+    """Do not sync files: other processes see them without it."""
     monkeypatch.setattr(os, "fsync", lambda _fd: None)
     monkeypatch.setattr(disk, "_sync_filesystem", os.path.isdir)
 
@@ -51,7 +51,7 @@ def stage(destination: object, source: object = "/source", kind: OutputKind = KI
 
 
 def make_atomic(folder: Path, text: str = "old") -> Path:
-    """Make an atomic checkpoint, as far as staging knows one."""
+    """Make the files by which staging recognizes an atomic checkpoint."""
     (folder / "zero").mkdir(parents=True)
     (folder / "zero" / "weight").write_text(text)
     (folder / MANIFEST).write_text(text)
@@ -59,7 +59,7 @@ def make_atomic(folder: Path, text: str = "old") -> Path:
 
 
 def convert(destination: Path, *, overwrite: bool = False, text: str = "new") -> str:
-    """Use staging as a conversion does; return ``made`` or ``reused``."""
+    """Use staging like a conversion; return ``made`` or ``reused``."""
     staging = stage(destination, destination.parent / "source")
     with staging.lock():
         if (destination / MANIFEST).exists() and (destination / MANIFEST).read_text() == text:
@@ -91,8 +91,8 @@ OLD = {MANIFEST: "old", "zero/weight": "old"}
 
 @pytest.mark.parametrize("torn", [False, True], ids=["between", "torn"])
 @pytest.mark.parametrize("before", ["nothing", "empty", "old", "other-attempt"])
-def test_a_writer_killed_at_any_call_leaves_a_complete_save(before: str, torn: bool, tmp_path: Path) -> None:
-    """The destination is never incomplete, and the next run completes it."""
+def test_a_conversion_killed_at_any_call_leaves_a_complete_output(before: str, torn: bool, tmp_path: Path) -> None:
+    """The next run completes the conversion."""
     prepare = {
         "nothing": lambda _folder: None,
         "empty": lambda folder: folder.mkdir(),
@@ -106,7 +106,7 @@ def test_a_writer_killed_at_any_call_leaves_a_complete_save(before: str, torn: b
     (tmp_path / "dry").mkdir()
     prepare(tmp_path / "dry" / "step1")
     calls = (list_writes if torn else list_calls)(lambda: work(tmp_path / "dry" / "step1"))
-    step = (1 if before == "old" else 2) * stride(5)  # the others are parts of it
+    step = (1 if before == "old" else 2) * stride(5)  # the other cases are parts of "old"
     for at in calls[::step] if torn else range(0, len(calls), step):
         destination = tmp_path / str(at) / "step1"
         destination.parent.mkdir()
@@ -129,7 +129,7 @@ def leave_attempt(destination: Path) -> None:
         Path(name).write_text("foreign")
 
 
-def test_killed_twice(tmp_path: Path) -> None:
+def test_the_output_of_two_killed_conversions_is_completed(tmp_path: Path) -> None:
     for first in range(0, 40, 13):
         for second in range(0, 30, 11):
             destination = tmp_path / f"{first}-{second}" / "step1"
@@ -160,7 +160,7 @@ def test_a_full_disk_is_one_clear_error_and_changes_nothing(code: int, tmp_path:
         convert(make_atomic(tmp_path / "step1"), overwrite=True)
 
 
-def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pwritev = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda fd, parts, offset: pwritev(fd, [b"".join(parts)[:3]], offset))
     with open(tmp_path / "file", "wb") as stream:
@@ -169,13 +169,13 @@ def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (tmp_path / "file").read_bytes() == bytes(5) + b"0123456789abcdef"
 
 
-def test_other_errors_of_writing_pass() -> None:
+def test_write_errors_other_than_a_full_disk_are_not_changed() -> None:
     with pytest.raises(OSError, match="Bad file descriptor"):
         write_at(-1, b"x", 0)
 
 
 def test_space_is_checked_with_figures_before_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files that are there count as written, holes do not."""
+    """Existing files count as written; holes do not."""
     monkeypatch.setattr(disk, "_count_free", lambda path: (100 << 20) if path == str(tmp_path) else 0)
     check_space(str(tmp_path / "a" / "b"), 100 << 20)
     with pytest.raises(StorageError, match=r"a/b: disk full: needs 105,906,176 bytes, has 104,857,600 bytes free"):
@@ -193,7 +193,7 @@ def test_space_is_checked_with_figures_before_the_first_byte(tmp_path: Path, mon
 # -- one writer -------------------------------------------------------------------------------------------------------
 
 
-def test_a_dead_holders_lock_is_taken_over(staging: Staging) -> None:
+def test_the_lock_of_a_dead_process_is_acquired(staging: Staging) -> None:
     def die() -> None:
         with staging.lock():
             os.kill(os.getpid(), signal.SIGKILL)
@@ -205,8 +205,8 @@ def test_a_dead_holders_lock_is_taken_over(staging: Staging) -> None:
     assert not os.path.exists(staging.lock_path)
 
 
-def test_a_lock_file_that_is_removed_meanwhile_is_made_again(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its holder removes it between open and flock: no other process would see that lock."""
+def test_a_lock_file_removed_before_flock_is_created_again(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its holder removes it between open and flock, so no other process would see this lock."""
     flock, removed = fcntl.flock, []
 
     def remove_first(fd: int, operation: int) -> None:
@@ -221,7 +221,7 @@ def test_a_lock_file_that_is_removed_meanwhile_is_made_again(staging: Staging, m
             staging.lock().__enter__()
 
 
-def test_threads_hold_the_lock_one_after_the_other(staging: Staging) -> None:
+def test_only_one_thread_at_a_time_holds_the_lock(staging: Staging) -> None:
     inside, refused, most = [0], [0], [0]
 
     def work() -> None:
@@ -244,7 +244,7 @@ def test_threads_hold_the_lock_one_after_the_other(staging: Staging) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP], ids=errno.errorcode.get)
-def test_without_flock_the_file_is_the_lock(code: int, staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_flock_the_lock_file_is_the_lock(code: int, staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_fd: int, _operation: int) -> None:
         raise OSError(code, os.strerror(code))
 
@@ -254,18 +254,18 @@ def test_without_flock_the_file_is_the_lock(code: int, staging: Staging, monkeyp
     assert not os.listdir(staging.parent)
 
 
-def test_a_lock_that_is_being_signed_is_a_lock(staging: Staging) -> None:
+def test_a_lock_file_without_content_is_a_lock(staging: Staging) -> None:
     with open(staging.lock_path, "w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         with pytest.raises(StorageError, match="by a process that has not written its name"):
             staging.lock().__enter__()
 
 
-# -- what is never replaced -------------------------------------------------------------------------------------------
+# -- files that are never replaced ------------------------------------------------------------------------------------
 
 
 def make_foreign(kind: str, path: Path) -> None:
-    """Put something that no conversion has made at a path."""
+    """Create a foreign file, folder or link at a path."""
     if kind == "folder":
         leave_attempt(path)
         os.rename(path.parent / f".{path.name}.ucp-partial", path)
@@ -278,8 +278,8 @@ def make_foreign(kind: str, path: Path) -> None:
 
 @pytest.mark.parametrize("at", ["folder", "destination"])
 @pytest.mark.parametrize("kind", ["folder", "file", "link"])
-def test_foreign_files_are_left_alone(kind: str, at: str, staging: Staging, tmp_path: Path) -> None:
-    """At the destination, and under the name of the temporary folder."""
+def test_foreign_files_are_refused_and_kept(kind: str, at: str, staging: Staging, tmp_path: Path) -> None:
+    """They are at the destination, or have the name of the temporary folder."""
     make_foreign(kind, Path(getattr(staging, at)))
     before = read_tree(tmp_path)
     for overwrite in (False, True):
@@ -319,7 +319,7 @@ def test_an_atomic_checkpoint_is_replaced_only_on_request(mark: str, tmp_path: P
         ("out2", "out/inner", ""),
     ],
 )
-def test_destinations_in_or_around_the_source(destination: str, source: str, message: str, tmp_path: Path) -> None:
+def test_destinations_near_the_source_are_refused(destination: str, source: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "link").symlink_to(tmp_path / "out")
     with pytest.raises(StorageError, match=message) if message else nullcontext():
@@ -343,12 +343,12 @@ def fail(staging: Staging, error: BaseException) -> None:
 
 
 @pytest.mark.parametrize("error", [CheckpointError("x"), OSError(5, "x"), KeyboardInterrupt()], ids=repr)
-def test_an_error_leaves_nothing(error: BaseException, staging: Staging) -> None:
+def test_an_error_leaves_no_files(error: BaseException, staging: Staging) -> None:
     fail(staging, error)
     assert not os.listdir(staging.parent)
 
 
-def test_an_error_of_the_removal_does_not_replace_the_error(
+def test_an_error_of_the_removal_does_not_hide_the_first_error(
     staging: Staging, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(path: str, *, dir_fd: int | None = None) -> None:
@@ -360,8 +360,8 @@ def test_an_error_of_the_removal_does_not_replace_the_error(
     assert f"{staging.folder}: could not be removed" in caplog.text and "not yours" in caplog.text
 
 
-def test_files_that_the_kind_keeps_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are durable there before the old output is removed."""
+def test_foreign_files_that_the_output_kind_keeps_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copies are durable before the old output is removed."""
     synced: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
     monkeypatch.setattr(os, "rename", lambda *paths, _call=os.rename: (synced.append("renamed"), _call(*paths)))
@@ -390,8 +390,8 @@ def test_an_output_without_a_manifest_is_not_committed(staging: Staging) -> None
 # -- durable ----------------------------------------------------------------------------------------------------------
 
 
-def test_few_files_are_synced_one_by_one_and_many_by_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or one by one if the system cannot."""
+def test_few_files_are_synced_separately_and_many_by_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are synced separately if the system lacks the call."""
     make_atomic(tmp_path / "tree")
     synced, names = list[str](), {".", "zero", "zero/weight", MANIFEST}
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
@@ -403,7 +403,7 @@ def test_few_files_are_synced_one_by_one_and_many_by_one_call(tmp_path: Path, mo
         assert {os.path.relpath(path, tmp_path / "tree") for path in synced} == expected
 
 
-def test_everything_is_durable_before_the_output_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_files_are_durable_before_the_output_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     monkeypatch.setattr("deepspeed_ucp.io.staging.sync_tree", lambda _folder: events.append("sync"))
     for name in ("rename", "replace", "unlink"):
@@ -433,8 +433,8 @@ def test_syncfs_is_used_if_it_reports_errors(tmp_path: Path, monkeypatch: pytest
         disk._sync_filesystem(str(tmp_path))
 
 
-def test_large_writes_start_at_once(tmp_path: Path) -> None:
-    """A test sees only that the hint does no harm, with any arguments."""
+def test_the_hint_to_start_large_writes_accepts_any_arguments(tmp_path: Path) -> None:
+    """Its effect on the disk cannot be tested."""
     data = os.urandom(3 << 20)
     with open(tmp_path / "file", "w+b") as stream:
         write_at(stream.fileno(), data, 123)
@@ -443,8 +443,8 @@ def test_large_writes_start_at_once(tmp_path: Path) -> None:
         assert stream.read() == b"head" + data + b"tail"
 
 
-def test_several_writers_of_one_file(tmp_path: Path) -> None:
-    """Each write is whole, and no temporary file stays."""
+def test_concurrent_writes_of_one_file_are_atomic(tmp_path: Path) -> None:
+    """No temporary file remains."""
     path, texts = tmp_path / "latest", [b"global_step%d" % 10**number for number in range(8)]
     path.write_bytes(texts[0])
     seen, faults = set[bytes](), list[BaseException]()

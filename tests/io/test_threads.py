@@ -1,4 +1,4 @@
-"""Threads that take jobs in order, each once. Errors and interrupts end all of them before the caller continues."""
+"""Threads that take jobs in order, each once. After an error or interrupt all end before the caller continues."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_every_job_is_taken_once(count: int) -> None:
         assert sorted(taken) == list(range(jobs))
 
 
-def test_the_first_error_is_raised_and_the_rest_left() -> None:
+def test_the_first_error_is_raised_and_remaining_jobs_are_skipped() -> None:
     taken: list[int] = []
 
     def work(turn: Iterator[int]) -> None:
@@ -38,15 +38,15 @@ def test_the_first_error_is_raised_and_the_rest_left() -> None:
     assert len(taken) <= 2
 
 
-def test_memory_of_threads_whose_errors_are_not_raised_is_freed_at_once() -> None:
-    """The raised error keeps the variables of its traceback."""
+def test_memory_of_unraised_errors_of_threads_is_freed() -> None:
+    """Only the raised error keeps the variables of its traceback."""
     begun = threading.Barrier(3)
 
     with without_collector() as failing:
 
         def work(turn: Iterator[int]) -> None:
             for job in turn:
-                begun.wait()  # no thread ends before all have begun
+                begun.wait()  # no thread ends before all have started
                 failing.fail(ZeroDivisionError(job))
 
         with pytest.raises(ZeroDivisionError) as raised:
@@ -57,7 +57,7 @@ def test_memory_of_threads_whose_errors_are_not_raised_is_freed_at_once() -> Non
 
 
 def test_an_interrupt_waits_for_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their files and memory may be freed afterwards. The second interrupt comes while it waits."""
+    """Their files and memory may be freed afterwards. A second interrupt arrives during the wait."""
     ended: list[int] = []
     begun, release, waits = threading.Barrier(3), threading.Event(), itertools.count()
 
@@ -95,14 +95,14 @@ def test_ranks_of_a_node_share_its_cores(cores: int, ranks: str, count: int, mon
 
 @pytest.fixture
 def threads_of_torch() -> Iterator[int]:
-    """More threads than a rank's share of the cores."""
+    """A number of threads above a rank's share of the cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(6)
     yield 6
     torch.set_num_threads(before)
 
 
-def test_torch_uses_one_thread_in_each_of_ours(threads_of_torch: int) -> None:
+def test_torch_uses_one_thread_in_each_worker_thread(threads_of_torch: int) -> None:
     seen: list[int] = []
 
     def work(turn: Iterator[int]) -> None:

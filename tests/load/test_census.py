@@ -47,9 +47,7 @@ def make_index(*names: str, instances: dict[str, int] | None = None) -> AtomicIn
     ],
     ids=["forth", "back", "the same name", "not in the engine", "further copies"],
 )
-def test_rename_rules_map_names_in_both_directions(
-    index: AtomicIndex, live: list[str], renamed: dict[str, str]
-) -> None:
+def test_rename_rules_apply_in_both_directions(index: AtomicIndex, live: list[str], renamed: dict[str, str]) -> None:
     """A rule renames a saved name only to a name of the engine, and never renames a name that the engine has."""
     assert apply_renames(index, dict.fromkeys(live, ((2,),)), from_config(BOTH_WAYS)) == renamed
 

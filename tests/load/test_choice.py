@@ -66,9 +66,7 @@ OPEN = (
         (torch.optim.RAdam, ["the saved param groups are like those of Adam, this run's optimizer is RAdam"]),
     ],
 )
-def test_an_optimizer_with_other_states_or_update_rule_is_a_difference(
-    optimizer: Any, expected: list[str], tmp_path: Path
-) -> None:
+def test_other_optimizer_states_or_rules_are_differences(optimizer: Any, expected: list[str], tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1))
     target = FakeTarget(MODEL, Topology(1), 0, optimizer)
     assert list(target.find_other_kinds(open_for(path, target))) == expected
@@ -137,7 +135,7 @@ def test_another_order_of_elements_in_equal_shards_is_a_difference() -> None:
     assert alike == [[]] * len(alike)
 
 
-def test_element_orders_are_compared_only_if_no_other_difference_chooses_the_direct_load(
+def test_element_orders_are_compared_only_without_other_differences(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The direct load compares them itself."""
@@ -150,9 +148,7 @@ def test_element_orders_are_compared_only_if_no_other_difference_chooses_the_dir
         assert len(compared) == count
 
 
-def test_a_class_that_one_rank_has_not_imported_is_refused_on_all_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_class_unknown_to_one_rank_is_refused_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A class is known to be harmless only if its module is imported."""
     path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1))
     target = FakeTarget(MODEL, Topology(1), 0)
@@ -221,9 +217,7 @@ def test_deepspeed_loads_node_local_files_after_a_comparison(tmp_path: Path, mon
     assert choose_loader(make_job(NodeLocalEngine(), Comm()), str(tmp_path))[1:] == (target, None)
 
 
-def test_node_local_files_with_other_metadata_choose_the_direct_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_node_local_files_with_other_metadata_load_directly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the shapes of all ranks, and compares the orders of their elements."""
     monkeypatch.setattr("deepspeed_ucp.load.choice.list_unknown", lambda _target, _index: [])
     info, target, found = {"vocabulary_parameter_patterns": ["weight"]}, object(), []

@@ -156,9 +156,7 @@ def read_back(folder: Path, value: Any, trust_pickle: bool = False) -> Any:
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda t: t.label)
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 @pytest.mark.parametrize("checked", [True, False], ids=["crc", "nocrc"])
-def test_client_state_is_restored_from_every_kind_of_file(
-    tmp_path: Path, topology: Topology, legacy: bool, checked: bool
-) -> None:
+def test_client_state_loads_from_all_files(tmp_path: Path, topology: Topology, legacy: bool, checked: bool) -> None:
     with write_checksums(checked):
         path = write(tmp_path, {"epoch": 3, "rng": torch.arange(4)}, topology, legacy, lr_scheduler={"last": 9})
     found = read_objects(path, trust_pickle=False)

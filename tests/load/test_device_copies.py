@@ -145,9 +145,7 @@ def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sim
 
 
 @pytest.mark.parametrize("target", [Topology(1, 2), Topology(0, 2), Topology(3, 3)], ids=lambda each: each.label)
-def test_staging_pieces_are_reused_only_after_their_copies_completed(
-    late: SimpleNamespace, target: Topology, tmp_path: Path
-) -> None:
+def test_staging_memory_is_reused_after_its_copies(late: SimpleNamespace, target: Topology, tmp_path: Path) -> None:
     """Direct reads and staged ones, by several threads."""
     path, state = write(tmp_path, Topology(1, 3), MODEL)
     _, ranks = check_load(path, MODEL, target, state, window=1 << 12)
@@ -191,9 +189,7 @@ def test_a_load_without_page_locked_memory_falls_back(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("threads", [1, 3, 16])
 @pytest.mark.parametrize("size", [1 << 20, 5 << 20, 10 << 20, 16 << 20])
-def test_page_locked_memory_is_not_rounded_up_to_a_power_of_two(
-    threads: int, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_page_locked_memory_is_not_a_power_of_two(threads: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch locks a power of two, which would be 8 MiB for 4 MiB and a disk's alignment."""
     locked = list[int]()
 

@@ -58,7 +58,7 @@ from tests.synth import Model, Param, Run, State, Topology
 
 @pytest.mark.parametrize("verify", ["crc", "off"])
 @pytest.mark.parametrize("passes", [1, 2])
-def test_the_report_of_a_load_counts_bytes_and_passes(
+def test_the_report_counts_the_bytes_of_a_load(
     passes: int, verify: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     have_memory(monkeypatch, passes == 1)
@@ -180,9 +180,7 @@ def test_edited_hyper_parameters_are_logged_once(
 
 
 @pytest.mark.parametrize("live", [True, False])
-def test_a_scheduler_state_without_counterpart_is_logged_once(
-    live: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unmatched_scheduler_is_logged_once(live: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The live scheduler restarts, or no object of the engine takes the saved state."""
     names = ("lr_scheduler", "random_ltd", "data_sampler")
     saved: dict[str, Any] = {} if live else {key: {"last": 11} for key in names}
@@ -224,9 +222,7 @@ def test_a_save_without_global_steps_loads_only_with_load_module_only(tmp_path: 
         run_load(open_for(path, rank), rank)
 
 
-def test_load_module_strict_false_skips_missing_parameters_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_lenient_load_logs_skipped_parameters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, state = write(tmp_path, ZERO1)
     rank = FakeTarget(Model((*PLAIN.params, Param("new", (4,)))), Topology(0), 0)
     with pytest.raises(MismatchError, match=r"new \(4,\): not in the checkpoint"):
@@ -393,9 +389,7 @@ LIVE = [Topology(0), Topology(0, 1, "bf16", "fused"), Topology(3, 2), Topology(2
         lambda row: f"{row[0].label}→{row[1].label}-{row[2]}",
     ),
 )
-def test_a_load_restores_all_ranks_and_reads_each_record_once(
-    source: Topology, target: Topology, verify: str, tmp_path: Path
-) -> None:
+def test_a_load_restores_all_ranks(source: Topology, target: Topology, verify: str, tmp_path: Path) -> None:
     path, state = write(tmp_path, source, AWKWARD)
     targets = make_targets(AWKWARD, target)
     index, config = open_for(path, targets[0]), UniversalConfig(verify=verify, threads=1)  # type: ignore[arg-type]
@@ -490,9 +484,9 @@ def test_scratch_memory_stays_within_the_window(window_mb: int, threads: int, tm
     """Rounds stage, send and receive a quarter of the window each."""
     path, _, rank = start(tmp_path)
     config = UniversalConfig(window_mb=window_mb, threads=threads)
-    made = Transfer(FillPlan(open_for(path, rank)), Comm(), config)
-    assert 1 <= made.threads <= (threads or count_threads())
-    assert made.threads * BLOCK <= (window_mb << 20) // 4
+    transfer = Transfer(FillPlan(open_for(path, rank)), Comm(), config)
+    assert 1 <= transfer.threads <= (threads or count_threads())
+    assert transfer.threads * BLOCK <= (window_mb << 20) // 4
 
 
 def test_large_pages_are_requested_for_new_memory_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

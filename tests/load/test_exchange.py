@@ -49,9 +49,7 @@ def make_round(sent: Sequence[int], received: Sequence[int]) -> Round:
     ],
     ids=str,
 )
-def test_a_round_splits_its_bytes_into_exchanges_of_the_share(
-    sent: list[int], received: list[int], exchanges: int
-) -> None:
+def test_a_round_is_split_into_exchanges_of_the_share(sent: list[int], received: list[int], exchanges: int) -> None:
     """The number of exchanges never exceeds the number of ranks."""
     assert make_round(sent, received).count_exchanges(100, np.zeros(4, np.bool_)) == exchanges
 
@@ -118,9 +116,9 @@ def place(monkeypatch: pytest.MonkeyPatch, *hosts: str) -> Callable[[int, Comm],
 
     def work(rank: int, comm: Comm) -> list[int | None]:
         memory = share_memory(100, rank, comm.gather)
-        own = memory[rank]
-        assert own is not None and own.nbytes == 100
-        own[99] = rank + 1
+        local = memory[rank]
+        assert local is not None and local.nbytes == 100
+        local[99] = rank + 1
         comm.gather(None)
         return [None if each is None else each[99] for each in memory]
 
@@ -194,9 +192,7 @@ def test_partitions_are_passed_around_in_slices(width: int) -> None:
 
 @pytest.mark.parametrize("hosts", ["aaaa", "abab", "aabc"])
 @pytest.mark.parametrize("share", [64, 1 << 20])
-def test_messages_carry_bytes_to_other_machines_only(
-    hosts: str, share: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_other_machines_get_bytes(hosts: str, share: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank of stage 0 wants everything; staging memory is reused two rounds later."""
     sent, swap = set[tuple[int, int]](), Transfer._swap
 

@@ -67,11 +67,11 @@ def test_ranks_with_equal_files_exchange_no_content(tmp_path: Path, monkeypatch:
 def test_another_save_on_one_machine_is_refused(tmp_path: Path) -> None:
     """The older save's files have the same names and sizes."""
     hosts = [tmp_path / f"host{number}" for number in range(2)]
-    ours, theirs = (write(host, Topology(1, 3), seed) for seed, host in enumerate(hosts))
-    sizes = [[(file.name, file.stat().st_size) for file in sorted(save.iterdir())] for save in (ours, theirs)]
+    newer, other = (write(host, Topology(1, 3), seed) for seed, host in enumerate(hosts))
+    sizes = [[(file.name, file.stat().st_size) for file in sorted(save.iterdir())] for save in (newer, other)]
     assert sizes[0] == sizes[1]
     with pytest.raises(CheckpointError, match=rf"{shard(0)}: is one file on .* the nodes hold different copies"):
-        indices([ours, theirs, theirs])
+        indices([newer, other, other])
 
 
 @pytest.mark.parametrize("form", ["zip", "legacy"])
@@ -101,21 +101,17 @@ def test_machines_with_equal_copies_read_equal_shares(tmp_path: Path) -> None:
     check_content(loaded, read_state(save, model, case.topology))
 
 
-def test_files_that_differ_between_machines_are_refused_with_both_host_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours, theirs = write(tmp_path / "a", Topology(1, 2)), write(tmp_path / "b", Topology(1, 2), seed=1)
-    hosts = scatter(ours, 2, lambda name: [0] if name == shard(0) else [0, 1])
-    shutil.copy2(theirs / shard(1), hosts[1])
+def test_files_that_differ_between_machines_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = write(tmp_path / "a", Topology(1, 2)), write(tmp_path / "b", Topology(1, 2), seed=1)
+    hosts = scatter(first, 2, lambda name: [0] if name == shard(0) else [0, 1])
+    shutil.copy2(second / shard(1), hosts[1])
     monkeypatch.setattr("socket.gethostname", name_hosts("node-a", "node-b"))
     text = rf"{shard(1)}: is one file on node-a .\d+ bytes. and another on node-b .\d+ bytes.; the nodes hold different"
     with pytest.raises(CheckpointError, match=text):
         indices(hosts)
 
 
-def test_a_missing_file_is_refused_with_the_file_lists_of_all_machines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_file_is_refused_with_all_machines_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save = write(tmp_path, Topology(1, 4))
     hosts = scatter(save, 2, lambda name: {STATES: [0, 1], shard(3): [0], shard(0): [0], shard(1): [1]}.get(name, []))
     monkeypatch.setattr("socket.gethostname", name_hosts("node-a", "node-b"))

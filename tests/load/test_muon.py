@@ -104,9 +104,7 @@ def test_adam_states_are_refused_for_muon(tmp_path: Path) -> None:
     ("wrapper", "saved", "refused"),
     [("torch", 2, True), ("fp16_unfused", 4, True), ("torch", 1, False), ("zero12", 2, False), ("atomic", 2, False)],
 )
-def test_muons_sorted_groups_are_refused_at_another_tensor_parallel_degree(
-    wrapper: str, saved: int, *, refused: bool
-) -> None:
+def test_muons_sorted_groups_are_refused_at_another_degree(wrapper: str, saved: int, *, refused: bool) -> None:
     """At stage 0 a state is identified by its index in its group, and Muon sorts the group by local shapes."""
     index = AtomicIndex.of((), Records(), (), SavedTopology(0, wrapper, "float32", tp=saved), "")
     target: Any = SimpleNamespace(place=SimpleNamespace(tp=1), flats=[])

@@ -87,9 +87,7 @@ TARGETS = [Topology(0), Topology(2, 2), Topology(3, 3, "bf16")]
         lambda row: f"{row[0]}-{row[1].label}→{row[2].label}",
     ),
 )
-def test_states_of_every_elementwise_optimizer_are_restored(
-    family: str, source: Topology, target: Topology, tmp_path: Path
-) -> None:
+def test_every_elementwise_optimizer_loads(family: str, source: Topology, target: Topology, tmp_path: Path) -> None:
     make, keys, step, hyper = FAMILY[family]
     path = write_checkpoint(tmp_path, MODEL, make_state(keys, step, hyper, source.precision), source)
     _, ranks = check_load(path, MODEL, target, read_state(path, MODEL, source), make)

@@ -347,9 +347,7 @@ def make_copies(folder: Path, count: int, nbytes: int = 10) -> Any:
 
 
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), None])
-def test_a_place_is_skipped_after_repeated_errors(
-    error: OSError | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_places_are_skipped(error: OSError | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each access may take minutes to fail. Wrong bytes in one file do not disable a place."""
     index, tried = make_copies(tmp_path, 8), list[str]()
 
@@ -394,7 +392,7 @@ def test_an_atomic_checkpoint_that_some_ranks_do_not_see_is_refused(tmp_path: Pa
         indices([tmp_path / "a", tmp_path / "b"])
 
 
-def test_an_unreadable_folder_on_all_ranks_is_rank_0s_error(tmp_path: Path) -> None:
+def test_an_unreadable_folder_is_rank_0s_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"absent: cannot be listed"):
         run_ranks(2, lambda _rank, comm: find_files([str(tmp_path / "absent"), str(tmp_path / "b")], comm))
 
@@ -416,9 +414,7 @@ def test_commands_accept_further_places(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("link", [False, True], ids=["missing", "dangling"])
-def test_times_of_copies_in_different_places_are_not_compared(
-    link: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_times_of_two_places_are_not_compared(link: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save, near = write(tmp_path, Topology(1, 3)), tmp_path / "near"
     shutil.copytree(save, near)
     for file in near.iterdir():

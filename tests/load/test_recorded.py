@@ -191,12 +191,14 @@ def list_values(target: FakeTarget) -> list[str]:
     """List a digest of each tensor that the rank holds; in swap files of each file."""
     if isinstance(target, SwappedTarget):
         return [f"{name} {digest(data)}" for name, data in target.look().items()]
-    told = []
+    digests = []
     for number, flat in enumerate(target.flats):
         state = target.wrapped.state.get(flat.tensor, {}) if target.wrapped else {}
-        told.append(f"flat {number} fp32 {digest_tensor(flat.data)}")
-        told += [f"flat {number} {key} {digest_tensor(torch.as_tensor(value))}" for key, value in sorted(state.items())]
-    return told + [f"{extra.name} {digest_tensor(extra.data)}" for extra in target.extras()]
+        digests.append(f"flat {number} fp32 {digest_tensor(flat.data)}")
+        digests += [
+            f"flat {number} {key} {digest_tensor(torch.as_tensor(value))}" for key, value in sorted(state.items())
+        ]
+    return digests + [f"{extra.name} {digest_tensor(extra.data)}" for extra in target.extras()]
 
 
 def digest_tensor(tensor: torch.Tensor) -> str:

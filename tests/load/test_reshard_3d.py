@@ -27,7 +27,7 @@ from tests.support.reshard3d import (
     PLAIN,
     PLAINS,
     VOCAB,
-    Held,
+    SavedRun,
     Trip,
     draw_state,
     edit,
@@ -76,9 +76,7 @@ NARROW_TARGETS = [Topology(0, 1), Topology(1, 2, tp=4), Topology(0, 1, "bf16", "
 
 
 @pytest.mark.parametrize(("source", "target"), all_turns(NARROW, NARROW_TARGETS, 1, pair_id))
-def test_tensor_parallel_ranks_without_rows_of_a_parameter_load(
-    source: Topology, target: Topology, tmp_path: Path
-) -> None:
+def test_tensor_parallel_ranks_without_rows_are_loaded(source: Topology, target: Topology, tmp_path: Path) -> None:
     """A parameter with fewer rows than ranks: some wrappers omit it on a rank without rows."""
     model = make_plain(["column", "norm", "router", "few", "row"], frozen=["router"])
     resume(draw_state(model, source), target, tmp_path)
@@ -105,9 +103,7 @@ HYBRIDS = [("hybrid4", (1, 4)), ("hybrid4", (4, 1)), ("hybrid2", (2, 1)), ("hybr
 @pytest.mark.parametrize(
     ("kind", "degrees"), [*all_turns(sorted(set(KINDS) - {"hybrid2", "hybrid4", "positions"}), DEGREES, 1), *HYBRIDS]
 )
-def test_every_tensor_parallel_pattern_loads_at_other_degrees(
-    kind: str, degrees: tuple[int, int], tmp_path: Path
-) -> None:
+def test_every_pattern_loads_at_other_degrees(kind: str, degrees: tuple[int, int], tmp_path: Path) -> None:
     source, target = (Topology(2, 2, tp=tp) for tp in degrees)
     resume(draw_state(make_plain(["column", kind] if kind != "column" else [kind]), source), target, tmp_path)
 
@@ -168,7 +164,7 @@ def test_a_pipeline_save_loads_without_a_pipeline(tmp_path: Path) -> None:
     scalars = {rename_layer(name): states for name, states in source.state.scalars.items()}
     params = tuple(replace(param, name=rename_layer(param.name)) for param in source.model.params)
     buffers = {rename_layer(name): value for name, value in source.model.buffers.items()}
-    wanted = Held(Model(params, buffers), Topology(3, 2, tp=1), State(atoms, scalars, source.state.groups))
+    wanted = SavedRun(Model(params, buffers), Topology(3, 2, tp=1), State(atoms, scalars, source.state.groups))
     load_wanted(source.write(tmp_path), wanted, config)
 
 
@@ -218,8 +214,8 @@ def test_each_stage_restores_its_copy_of_a_tied_weight(
 def test_copies_of_both_pipeline_directions_must_be_equal(at: int, tmp_path: Path) -> None:
     source = draw_state(THREE, Topology(1, 1, pp=2, placement=bidirectional(6, 2)))
 
-    def change(held: Mapping[int, Local]) -> None:
-        held[1].state.atoms["2.row"]["fp32"].view(-1)[at] += 1
+    def change(ranks: Mapping[int, Local]) -> None:
+        ranks[1].state.atoms["2.row"]["fp32"].view(-1)[at] += 1
 
     text = r"2\.row is held by 2 pipeline stages with different values; they must be equal"
     wanted = expect(source, Topology(1, 2))
@@ -244,9 +240,9 @@ UNLIKE = replace(make_pipeline([["column"], ["row"], ["column", "norm"], ["row",
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_states_without_names_load_into_the_layers_of_a_dualpipev(precision: str, tmp_path: Path) -> None:
     """Stage 0 without a pipeline: the live groups name its states, in the order of the layers instead of the stages."""
-    held = draw_state(BLOCKS, Topology(0, 1, precision))
-    replace(held, model=replace(BLOCKS, layers=())).write(tmp_path)
-    wanted = expect(held, Topology(1, 1, pp=2, placement=V_SHAPED))
+    saved_run = draw_state(BLOCKS, Topology(0, 1, precision))
+    replace(saved_run, model=replace(BLOCKS, layers=())).write(tmp_path)
+    wanted = expect(saved_run, Topology(1, 1, pp=2, placement=V_SHAPED))
     load_wanted(tmp_path, wanted, make_config(BLOCKS))
 
 
@@ -289,16 +285,14 @@ def test_ambiguous_layers_without_names_are_reported(
     ],
     ids=lambda t: t.label,
 )
-def test_a_whole_load_with_pipelines_restores_all_ranks(
-    source: Topology, target: Topology, verify: str, tmp_path: Path
-) -> None:
+def test_a_load_of_pipelines_restores_ranks(source: Topology, target: Topology, verify: str, tmp_path: Path) -> None:
     """The load compares masters with copies, and restores client state and counters on every rank."""
-    held = draw_state(PIPELINE, source)
-    held.write(tmp_path, Run(client_state={"epoch": 4}, garbage=float("nan")))
-    wanted = expect(held, target)
+    saved_run = draw_state(PIPELINE, source)
+    saved_run.write(tmp_path, Run(client_state={"epoch": 4}, garbage=float("nan")))
+    wanted = expect(saved_run, target)
     targets = wanted.make_targets()
     index = open_everywhere(tmp_path, targets)
-    config = make_config(held.model, verify=verify)
+    config = make_config(saved_run.model, verify=verify)
     results = run_ranks(len(targets), lambda rank, comm: run_load(index, targets[rank], comm, config))
     check_loaded(targets, wanted.state, wanted.locals)
     assert {client["epoch"] for _, _, client in results} == {4}
@@ -327,11 +321,11 @@ def test_each_rank_restores_its_client_state_at_the_same_degrees(
 ) -> None:
     """Megatron keeps random states there. Data-parallel ranks have separate files under ZeRO 3."""
     caplog.set_level(logging.INFO, "deepspeed_ucp")
-    held = draw_state(PIPELINE if source.pp > 1 else PLAIN, source)
-    held.write(tmp_path)
+    saved_run = draw_state(PIPELINE if source.pp > 1 else PLAIN, source)
+    saved_run.write(tmp_path)
     numbers = number_ranks(tmp_path)
-    targets = expect(held, target).make_targets()
-    assert load_numbers(open_everywhere(tmp_path, targets), targets, make_config(held.model)) == epochs
+    targets = expect(saved_run, target).make_targets()
+    assert load_numbers(open_everywhere(tmp_path, targets), targets, make_config(saved_run.model)) == epochs
     assert ("other ranks' client states are not loaded" in caplog.text) is (numbers != {*epochs})
 
 

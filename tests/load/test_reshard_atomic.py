@@ -26,7 +26,7 @@ from tests.support.contents import check_load
 from tests.support.ranks import World, run_ranks
 from tests.support.reshard import PATIENT, examples, make_targets, temporary_folder
 from tests.support.reshard3d import (
-    Held,
+    SavedRun,
     Trip,
     draw_state,
     expect,
@@ -43,7 +43,7 @@ from tests.support.reshard3d import (
 from tests.synth import Model, Param, Topology, build_files, random_state, write_files
 
 
-def resume(source: Held, topology: Topology, folder: Path) -> AtomicIndex:
+def resume(source: SavedRun, topology: Topology, folder: Path) -> AtomicIndex:
     """Convert a run's checkpoint and load it into another topology; check every byte."""
     _, out = convert_run(source, folder)
     return load_wanted(out, expect(source, topology), PATIENT)[0]
@@ -64,9 +64,7 @@ PLAIN_PAIRS = [
 
 
 @pytest.mark.parametrize("pair", [*PIPELINE_PAIRS, *PLAIN_PAIRS], ids=pair_id)
-def test_conversions_load_at_other_degrees_and_vocabulary_paddings(
-    pair: tuple[Topology, Topology], tmp_path: Path
-) -> None:
+def test_conversions_load_at_other_degrees_and_paddings(pair: tuple[Topology, Topology], tmp_path: Path) -> None:
     """Vocabularies (18 rows at TP 3, else 12), frozen parameters and buffers."""
     index = resume(draw_state(PIPELINE if pair in PIPELINE_PAIRS else PLAIN, pair[0]), pair[1], tmp_path)
     assert (index.topology.wrapper, index.topology.tp, index.topology.dp) == ("atomic", 1, 1)
@@ -101,8 +99,8 @@ def test_every_wrapper_is_converted_and_loaded(source: Topology, tmp_path: Path)
 
 
 def test_the_index_of_a_conversion_equals_the_sources_except_for_byte_locations(tmp_path: Path) -> None:
-    held = draw_state(PIPELINE, Topology(1, 2, "bf16", tp=2, pp=2))
-    index, out = convert_run(held, tmp_path)
+    saved_run = draw_state(PIPELINE, Topology(1, 2, "bf16", tp=2, pp=2))
+    index, out = convert_run(saved_run, tmp_path)
     found = open_checkpoint(str(out), Comm())
     same = ("scalars", "groups", "aliases", "buffers", "counters", "scaler", "clip_grad", "optimizer", "instances")
     for field in (*same, "hints", "scalar_dtypes", "dropped"):
@@ -116,19 +114,19 @@ def test_the_index_of_a_conversion_equals_the_sources_except_for_byte_locations(
 
 
 def test_several_ranks_open_an_atomic_checkpoint_together(tmp_path: Path) -> None:
-    held = draw_state(PLAIN, Topology(1, 2, tp=2))
-    _, out = convert_run(held, tmp_path)
+    saved_run = draw_state(PLAIN, Topology(1, 2, tp=2))
+    _, out = convert_run(saved_run, tmp_path)
     alone = open_checkpoint(str(out), Comm())
     assert run_ranks(3, lambda _rank, comm: open_checkpoint(str(out), comm)) == [alone] * 3
 
 
 def test_the_users_patterns_override_the_manifests(tmp_path: Path) -> None:
     """A wrong pattern of the user contradicts the shapes and is refused."""
-    held = draw_state(make_plain(["column"]), Topology(1, 1, tp=2))
+    saved_run = draw_state(make_plain(["column"]), Topology(1, 1, tp=2))
     wrong = UniversalConfig(threads=1, patterns=[{"match": ".*", "pattern": "shard-h"}])
-    _, out = convert_run(held, tmp_path)
+    _, out = convert_run(saved_run, tmp_path)
     with pytest.raises(MismatchError, match=r"logical shape \(12, 5\) in the checkpoint, \(3, 20\) in the model"):
-        load_all(out, expect(held, Topology(1, 1, tp=4)).make_targets(), wrong)
+        load_all(out, expect(saved_run, Topology(1, 1, tp=4)).make_targets(), wrong)
 
 
 @pytest.fixture
@@ -161,9 +159,7 @@ def replace_state_file(path: Path) -> None:
     ],
     ids=["missing", "short", "replaced", "no manifest"],
 )
-def test_an_invalid_file_of_a_conversion_is_reported_on_every_rank(
-    name: str, damage: Any, text: str, converted: Path
-) -> None:
+def test_an_invalid_converted_file_is_an_error_on_all_ranks(name: str, damage: Any, text: str, converted: Path) -> None:
     damage(converted / name)
     errors = World(3).run(lambda _rank, comm: open_checkpoint(str(converted), comm))
     ((kind, message),) = {(type(error), str(error)) for error in errors}
@@ -193,10 +189,10 @@ def test_a_rule_allows_another_vocabulary_padding_without_tensor_parallelism(row
 @pytest.mark.parametrize("again", [False, True], ids=["once", "converted again"])
 def test_each_rank_restores_its_client_state_at_the_same_degrees(again: bool, tmp_path: Path) -> None:
     """The tensor- and pipeline-parallel degrees of the converted run, at any data-parallel degree."""
-    held = draw_state(make_pipeline([["column", "norm"], ["row", "bias"]]), Topology(1, 2, tp=2, pp=2))
-    source = held.write(tmp_path / "source")
+    saved_run = draw_state(make_pipeline([["column", "norm"], ["row", "bias"]]), Topology(1, 2, tp=2, pp=2))
+    source = saved_run.write(tmp_path / "source")
     number_ranks(source)
-    _, out = convert(source, expect(held, Topology(1, 1, tp=2, pp=2)).make_targets(), make_config(held.model))
+    _, out = convert(source, expect(saved_run, Topology(1, 1, tp=2, pp=2)).make_targets(), make_config(saved_run.model))
     if again:
         index = open_checkpoint(str(out), Comm())
         out = tmp_path / "again"
@@ -206,4 +202,4 @@ def test_each_rank_restores_its_client_state_at_the_same_degrees(again: bool, tm
         (Topology(1, 2, tp=2, pp=2), [0, 0, 1, 1, 2, 2, 3, 3]),
         (Topology(1, 1, tp=4), [0] * 4),
     ):
-        assert load_numbers(opened, expect(held, target).make_targets(), PATIENT) == epochs
+        assert load_numbers(opened, expect(saved_run, target).make_targets(), PATIENT) == epochs

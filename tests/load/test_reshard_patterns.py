@@ -41,8 +41,8 @@ from tests.synth import Local, Run, Topology, build_local_files, write_files
 
 
 def differ(name: str, state: str, by: float, rank: int = 1) -> Callable[[Mapping[int, Local]], None]:
-    def change(held: Mapping[int, Local]) -> None:
-        held[rank].state.atoms[name][state].view(-1)[[1, 4]] += torch.tensor([by / 2, -by])
+    def change(ranks: Mapping[int, Local]) -> None:
+        ranks[rank].state.atoms[name][state].view(-1)[[1, 4]] += torch.tensor([by / 2, -by])
 
     return change
 
@@ -90,9 +90,7 @@ def shared_rows(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("state", ["fp32", "exp_avg"])
-def test_differing_shared_rows_are_refused_at_another_degree(
-    state: str, shared_rows: dict[str, Any], tmp_path: Path
-) -> None:
+def test_differing_shared_rows_are_refused(state: str, shared_rows: dict[str, Any], tmp_path: Path) -> None:
     """DeepSpeed's conversion refuses them, too. At the saved degree each rank keeps its values."""
     source, run = draw_state(make_plain(["column", "shared"]), Topology(1, 2, tp=2)), Run(client_state=shared_rows)
     config, wanted = UniversalConfig(threads=1), expect(source, Topology(2, 3))
@@ -100,9 +98,9 @@ def test_differing_shared_rows_are_refused_at_another_degree(
     load_wanted(tmp_path / "equal", wanted, config)
     for found in read_tensor(tmp_path / "equal", "body.shared", state):
         assert found.equal(source.state.atoms["body.shared"][state])
-    held = source.locals
-    held[1].state.atoms["body.shared"][state][4, 2] += 1  # row 7 of the whole
-    write_files(tmp_path / "drifted", build_local_files(held, source.topology, run))
+    parts = source.locals
+    parts[1].state.atoms["body.shared"][state][4, 2] += 1  # row 7 of the whole
+    write_files(tmp_path / "drifted", build_local_files(parts, source.topology, run))
     text = rf"body\.shared \({state}\): tensor-parallel ranks 0 and 1 have a part in common"
     refuse(tmp_path / "drifted", wanted, config, MismatchError, text)
     with pytest.raises(MismatchError, match=text):
@@ -114,10 +112,10 @@ def test_differing_replicas_are_kept_per_rank_at_the_same_degree(tmp_path: Path)
     source = draw_state(make_plain(["column", "norm"]), Topology(1, 1, tp=2))
     folder = edit(source, differ("body.norm", "fp32", 0.25), tmp_path)
     wanted = expect(source, Topology(3, 2, tp=2))
-    held = wanted.locals
-    differ("body.norm", "fp32", 0.25)(held)
+    parts = wanted.locals
+    differ("body.norm", "fp32", 0.25)(parts)
     _, ranks = load_all(folder, wanted.make_targets(), UniversalConfig(threads=1))
-    check_content(ranks, wanted.state, held)
+    check_content(ranks, wanted.state, parts)
 
 
 @pytest.mark.parametrize("target", [Topology(1, 2), Topology(2, 2, tp=3), Topology(0, 1, tp=4)], ids=lambda t: t.label)
@@ -125,14 +123,14 @@ def test_the_partial_rule_averages_masters_and_states(target: Topology, tmp_path
     """Every byte is still read once."""
     model = make_plain(["column", "router", "norm"])
     source = draw_state(model, Topology(1, 2, tp=2))
-    held = source.locals
+    parts = source.locals
     torch.manual_seed(0)
     atoms = {name: dict(states) for name, states in source.state.atoms.items()}
     for state in ("fp32", "exp_avg", "exp_avg_sq"):
-        shards = [held[rank].state.atoms["body.router"][state] for rank in range(2)]
+        shards = [parts[rank].state.atoms["body.router"][state] for rank in range(2)]
         shards[1] += torch.rand(shards[1].shape)
         atoms["body.router"][state] = (shards[0].double() + shards[1].double()).div(2).float()
-    write_files(tmp_path, build_local_files(held, source.topology, Run()))
+    write_files(tmp_path, build_local_files(parts, source.topology, Run()))
     wanted = expect(replace(source, state=replace(source.state, atoms=atoms)), target)
     config = make_config(model)
     rules = [dict(rule) for rule in config.patterns["rules"]]  # type: ignore[call-overload,index]
@@ -200,11 +198,11 @@ def test_vocabulary_padding_changes_with_the_degree(
     source: int, target: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "deepspeed_ucp")
-    held = draw_state(make_plain(["column", "word"]), Topology(1, 2, tp=source))
-    wanted, _ = resume(held, Topology(3, 2, tp=target), tmp_path)
+    saved_run = draw_state(make_plain(["column", "word"]), Topology(1, 2, tp=source))
+    wanted, _ = resume(saved_run, Topology(3, 2, tp=target), tmp_path)
     old, new = pad_vocab(source), pad_vocab(target)
     for state in ("fp32", "exp_avg", "exp_avg_sq"):
-        before, after = (each.state.atoms["body.word"][state] for each in (held, wanted))
+        before, after = (each.state.atoms["body.word"][state] for each in (saved_run, wanted))
         assert after[: min(old, new)].equal(before[: min(old, new)])
         assert not after[old:].any()
     expected = [f"body.word: vocabulary padded to {old} rows, here to {new}"] * (new < old)

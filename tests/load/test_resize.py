@@ -14,11 +14,11 @@ import torch
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import MismatchError
 from tests.support.reshard import SENTINEL
-from tests.support.reshard3d import Held, draw_state, load_wanted, make_config, make_pipeline, make_plain, refuse
+from tests.support.reshard3d import SavedRun, draw_state, load_wanted, make_config, make_pipeline, make_plain, refuse
 from tests.synth import State, Topology
 
 
-def resize(source: Held, topology: Topology, sizes: dict[str, int], rules: dict[str, Any]) -> Held:
+def resize(source: SavedRun, topology: Topology, sizes: dict[str, int], rules: dict[str, Any]) -> SavedRun:
     """Compute, with numpy, the state of a run with other sizes: kept rows, and new ones by the rules.
 
     `sizes`: kind → rows in the target, which holds the sentinel before the load.
@@ -42,10 +42,10 @@ def resize(source: Held, topology: Topology, sizes: dict[str, int], rules: dict[
                 made[kept:] = sum(saved[:kept].astype(np.float64)) / kept
             atoms.setdefault(name, {})[state] = torch.from_numpy(made)
     state = State(atoms, source.state.scalars, source.state.groups)
-    return Held(replace(source.model, params=tuple(params)), topology, state)
+    return SavedRun(replace(source.model, params=tuple(params)), topology, state)
 
 
-def make_rules(source: Held, rules: dict[str, Any]) -> UniversalConfig:
+def make_rules(source: SavedRun, rules: dict[str, Any]) -> UniversalConfig:
     """Add the rules to the patterns of the kinds."""
     patterns = dict(make_config(source.model).patterns)  # type: ignore[arg-type]
     for rule in patterns["rules"]:

@@ -111,9 +111,7 @@ def test_finish_is_not_called_if_one_rank_failed(
 
 
 @pytest.mark.parametrize("arguments", [{"load_module_only": True}, {"load_optimizer_states": False}])
-def test_a_load_of_weights_does_not_unblock_half_loaded_optimizer_states(
-    arguments: dict[str, bool], tmp_path: Path
-) -> None:
+def test_a_load_of_weights_does_not_unblock_half_loaded_states(arguments: dict[str, bool], tmp_path: Path) -> None:
     (tmp_path / "tag").mkdir()
     (tmp_path / "tag" / STATES).touch()
     (tmp_path / "latest").write_text("tag")
@@ -200,26 +198,26 @@ def test_a_tag_folder_given_as_load_dir_is_loaded(
     name: str, options: dict[str, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DeepSpeed loads it as a tag of the parent folder. As with `tag=`, `fallback` tries no other tag."""
-    own = tmp_path / "run" / "tag"
-    own.mkdir(parents=True)
-    (own / name).touch()
-    (own / "client").mkdir()
-    (own / "client" / "mp_rank_01_model_states.pt").touch()
+    tag_folder = tmp_path / "run" / "tag"
+    tag_folder.mkdir(parents=True)
+    (tag_folder / name).touch()
+    (tag_folder / "client").mkdir()
+    (tag_folder / "client" / "mp_rank_01_model_states.pt").touch()
     choose = mock.Mock(return_value=("of the future", None, None))
     monkeypatch.setattr("deepspeed_ucp.load.resume.choose_loader", choose)
     monkeypatch.setattr("deepspeed_ucp.load.resume.list_unsaved", lambda _engine: [])
 
     def load(load_dir: str, tag: str | None) -> tuple[str | None, dict[str, Any]]:
-        theirs = partial(lambda load_dir, tag: (os.path.join(load_dir, str(tag)), {}), load_dir=load_dir, tag=tag)
-        return resume(UpstreamEngine(), load_dir, tag, {}, UniversalConfig(**options), theirs)
+        original = partial(lambda load_dir, tag: (os.path.join(load_dir, str(tag)), {}), load_dir=load_dir, tag=tag)
+        return resume(UpstreamEngine(), load_dir, tag, {}, UniversalConfig(**options), original)
 
-    for load_dir, tag in ((str(own), None), (f"{own}/", None), (str(own), "tag")):
-        assert load(load_dir, tag)[0] == str(own)
-        assert os.path.samefile(choose.call_args.args[1], own)
+    for load_dir, tag in ((str(tag_folder), None), (f"{tag_folder}/", None), (str(tag_folder), "tag")):
+        assert load(load_dir, tag)[0] == str(tag_folder)
+        assert os.path.samefile(choose.call_args.args[1], tag_folder)
     assert choose.call_count == 3
     monkeypatch.setattr("deepspeed_ucp.load.resume.choose_loader", lambda *_, **__: 1 // 0)
     with pytest.raises(ZeroDivisionError):
-        load(str(own), None)
+        load(str(tag_folder), None)
 
 
 @pytest.mark.parametrize("found", [True, False])
@@ -282,11 +280,11 @@ def test_a_place_that_is_named_twice_is_searched_once(
     also = [f"{falling_back.folder}/", "s3://bucket/run/", str(tmp_path / "other"), "s3://bucket/run"]
     job = replace(make_job(None, Comm(), also=also), load_dir=falling_back.folder)
     assert job.places == (falling_back.folder, also[1], also[2])
-    asked: list[str] = []
+    searched: list[str] = []
     look = tags._look
-    monkeypatch.setattr(tags, "_look", lambda place, **how: asked.append(place) or look(place, **how))
+    monkeypatch.setattr(tags, "_look", lambda place, **how: searched.append(place) or look(place, **how))
     (Path(falling_back.folder) / "latest").write_text("absent")
-    assert falling_back.load(also=[falling_back.folder]) == "global_step3" and asked == [falling_back.folder]
+    assert falling_back.load(also=[falling_back.folder]) == "global_step3" and searched == [falling_back.folder]
 
 
 def test_fallback_tries_older_tags_on_a_blocked_engine(falling_back: FallingBack) -> None:
@@ -310,9 +308,7 @@ def test_a_failed_load_releases_its_memory(falling_back: FallingBack, monkeypatc
         assert falling_back.load() == "global_step1"
 
 
-def test_fallback_does_not_follow_an_error_of_one_rank(
-    falling_back: FallingBack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_one_rank_does_not_fall_back(falling_back: FallingBack, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other ranks continue with the newest tag."""
     monkeypatch.setattr(Comm, "size", 2)
     falling_back.fails = {"global_step3": CUT}

@@ -71,12 +71,12 @@ def test_elements_outside_the_spans_keep_their_values() -> None:
 
 def test_masters_equal_to_their_copies_are_filled_in_place() -> None:
     copies = [torch.tensor([1.5, -0.0, float("nan")]).bfloat16(), torch.tensor([2.0]).bfloat16()]
-    made = torch.cat(copies).float()
-    buffer = Buffer(made.clone(), fill_first=False, copies=copies)
+    masters = torch.cat(copies).float()
+    buffer = Buffer(masters.clone(), fill_first=False, copies=copies)
     assert buffer.try_in_place() and buffer.fill_first and buffer.memory is buffer.tensor
     buffer.memory.fill_(7.0)
     buffer.undo()
-    assert raw(buffer.tensor) == raw(made)
+    assert raw(buffer.tensor) == raw(masters)
 
 
 def test_states_that_are_zero_are_filled_in_place() -> None:

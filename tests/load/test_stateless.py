@@ -124,9 +124,7 @@ TIED = make_pipeline([["column", "norm"], ["row"]])
 @pytest.mark.parametrize(
     "source", [Topology(1, 2, pp=2), Topology(1, 1, "bf16", "bf16", pp=2, tp=2)], ids=lambda each: each.label
 )
-def test_weights_of_a_tied_module_load_without_optimizer_files(
-    source: Topology, files: tuple[bool, bool], tmp_path: Path
-) -> None:
+def test_tied_modules_load_without_optimizer_files(source: Topology, files: tuple[bool, bool], tmp_path: Path) -> None:
     """DeepSpeed ties only the embedding's weight. A stage without a file gets other weights from another stage."""
     first, *others, last = TIED.layers
     model = replace(TIED, layers=(replace(first, file=files[0]), *others, replace(last, file=files[1])))

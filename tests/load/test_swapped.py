@@ -32,8 +32,8 @@ def write(folder: Path, topology: Topology | None = None, model: Model = MODEL) 
 
 def check_file(data: bytes, tensor: torch.Tensor) -> None:
     """Check that a file holds a tensor, followed by zeros."""
-    own = tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
-    assert data == own + bytes(-len(own) % (ALIGNED * tensor.element_size()))
+    expected = tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+    assert data == expected + bytes(-len(expected) % (ALIGNED * tensor.element_size()))
 
 
 FEWER = Model(tuple(replace(each, shape=(each.shape[0] - 2, *each.shape[1:])) for each in MODEL.params))
@@ -59,16 +59,16 @@ def test_swap_files_hold_the_same_bytes_as_memory(target: Topology, steps: int, 
         )
     for one, other in zip(plain, swapped, strict=True):
         files, names = other.look(), set()
-        for number, (flat, own) in enumerate(zip(one.flats, other.flats, strict=True)):
+        for number, (flat, live) in enumerate(zip(one.flats, other.flats, strict=True)):
             states = one.wrapped.state[flat.tensor]
-            assert other.wrapped.state[own.tensor].keys() == states.keys()
-            if own.swap is None:
-                assert own.data.equal(flat.data)
+            assert other.wrapped.state[live.tensor].keys() == states.keys()
+            if live.swap is None:
+                assert live.data.equal(flat.data)
                 continue
             for prefix, tensor in (("", flat.data), *((f"{key}-", states[key]) for key in ("exp_avg", "exp_avg_sq"))):
                 names.add(name := f"{prefix}{number}_9.tensor.swp")
                 check_file(files[name], tensor)
-            assert float(other.wrapped.state[own.tensor]["step"]) == float(states["step"])
+            assert float(other.wrapped.state[live.tensor]["step"]) == float(states["step"])
         check_file(files["frozen_param.tensor.swp"], one.extras()[0].data)
         assert files.keys() == {*names, "frozen_param.tensor.swp"}
         other.discard()
@@ -137,9 +137,7 @@ def test_swap_files_of_a_killed_load_are_removed(tmp_path: Path) -> None:
     assert list(left.iterdir()) == []
 
 
-def test_an_error_while_swap_files_are_replaced_blocks_the_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_the_swap_of_files_blocks_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, target = write(tmp_path), SwappedTarget(tmp_path / "swap", Topology(3))
     replace, done = os.replace, []
 

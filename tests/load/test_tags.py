@@ -123,12 +123,12 @@ SEVERAL_RANKS: list[tuple[list[str], list[str | None], str]] = [
 
 
 @pytest.mark.parametrize("fallback", [False, True])
-@pytest.mark.parametrize(("places", "asked", "expected"), SEVERAL_RANKS)
+@pytest.mark.parametrize(("places", "requested", "expected"), SEVERAL_RANKS)
 def test_find_tag_on_several_ranks(
-    places: list[str], asked: list[str | None], expected: str, fallback: bool, folder: Path
+    places: list[str], requested: list[str | None], expected: str, fallback: bool, folder: Path
 ) -> None:
     def look(rank: int, comm: Comm) -> str | None:
-        return find_tag(str(folder.parent / places[rank]), asked[rank], comm, fallback=fallback)
+        return find_tag(str(folder.parent / places[rank]), requested[rank], comm, fallback=fallback)
 
     with expect_refusal(expected):
         assert run_ranks(len(places), look) == [expected] * len(places)
@@ -162,7 +162,7 @@ def test_files_of_an_interrupted_first_save_are_no_tag(left: str, fallback: bool
 
 
 @pytest.mark.parametrize("fallback", [False, True])
-def test_a_node_that_cannot_list_the_folder_uses_its_peers_tag(
+def test_a_node_without_the_folder_uses_its_peers_tag(
     folder: Path, monkeypatch: pytest.MonkeyPatch, fallback: bool
 ) -> None:
     closed = str(folder.parent / "closed")
@@ -176,22 +176,22 @@ def test_a_node_that_cannot_list_the_folder_uses_its_peers_tag(
 
 
 def test_places_after_the_first_with_the_tag_are_not_accessed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    accessed = []
     look = tags._look
-    monkeypatch.setattr(tags, "_look", lambda place, *rest, **how: asked.append(place) or look(place, *rest, **how))
+    monkeypatch.setattr(tags, "_look", lambda place, *rest, **how: accessed.append(place) or look(place, *rest, **how))
     assert find_tag(str(folder), None, Comm(), also=["s3://out-of-reach/run"]) == "global_step2"
-    assert asked == [str(folder)]
+    assert accessed == [str(folder)]
 
 
 @pytest.mark.parametrize("fallback", [False, True])
 def test_only_rank_0_reads_the_tag_from_a_store(folder: Path, monkeypatch: pytest.MonkeyPatch, fallback: bool) -> None:
     """Another rank may lack a module for the store; its error would block the others in a collective call."""
     (folder / "latest").write_text("global_step7")
-    look, asked = tags._look, list[str]()
+    look, accessed = tags._look, list[str]()
 
     def ask(path: str) -> bool:
-        asked.append(path)
-        if "://" in path and len(asked) > 3:
+        accessed.append(path)
+        if "://" in path and len(accessed) > 3:
             raise UnsupportedError("no module named obstore")
         return False
 
@@ -206,9 +206,7 @@ def test_only_rank_0_reads_the_tag_from_a_store(folder: Path, monkeypatch: pytes
     assert [type(each) for each in found] == ([str] * 2 if fallback else [CheckpointError] * 2)
 
 
-def test_a_tag_removed_during_the_search_is_an_error_on_all_ranks(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tag_removed_in_the_search_is_an_error_on_all_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "latest").write_text("global_step7")
     turns = iter([str(folder), str(folder / "gone")])
     monkeypatch.setattr(tags, "find_newest", lambda _place: os.listdir(next(turns))[0])
@@ -306,9 +304,7 @@ def test_the_log_level_and_text_if_no_checkpoint_is_found(
     assert (record.levelname, record.getMessage()) == (case.level, f"{folder}: {text}{advice}")
 
 
-def test_an_empty_folder_other_than_the_engines_save_folder_is_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_without_the_engines_saves_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     for folder, level in (("run", "INFO"), ("rum", "WARNING")):
         report_absent([str(tmp_path / folder)], Comm(), require=False, saved_to=[str(tmp_path / "run")])

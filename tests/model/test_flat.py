@@ -39,9 +39,7 @@ ZERO_1, ZERO_3 = join_parameters(0, *MODEL, parts=3, partition=5), join_reserved
         (ZERO_3, 2, [Cut("a", 2, 1, 0), Cut("c", 4, 1, 3)], [(1, 3), (4, 5)]),
     ],
 )
-def test_cuts_and_gaps_of_a_partition(
-    buffer: FlatBuffer, rank: int, cuts: list[Cut], gaps: list[tuple[int, int]]
-) -> None:
+def test_cuts_and_gaps(buffer: FlatBuffer, rank: int, cuts: list[Cut], gaps: list[tuple[int, int]]) -> None:
     assert (buffer.cuts(rank), buffer.gaps(rank)) == (cuts, gaps)
     assert [cut_parameter(5, part, 3) for part in range(4)] == [(0, 2), (2, 2), (4, 1), (5, 0)]
 

@@ -1,1 +1,1 @@
-"""Hand-written mistakes in the code, all of which the tests must detect (`make mutants`)."""
+"""Hand-written mutants of the code, which the tests must detect (`make mutants`)."""

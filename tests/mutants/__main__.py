@@ -1,4 +1,4 @@
-"""`python -m tests.mutants`: each mistake in turn, in a copy of the checkout, against the tests that should notice."""
+"""`python -m tests.mutants`: apply each mutant to a copy of the checkout and run the tests that must detect it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MEMORY = 6 << 30  # bytes of address space
 
 @dataclass(frozen=True)
 class Mutant:
-    """One mistake: `old`, which is in `file` exactly once, becomes `new`."""
+    """One mutant: replace `old`, which is in `file` exactly once, by `new`."""
 
     number: int
     file: str
@@ -45,14 +45,14 @@ def read_mutants() -> list[Mutant]:
 
 def find_stale(mutants: list[Mutant], root: Path = ROOT) -> list[str]:
     """List mutants whose text is not in the code exactly once."""
-    found = []
+    stale = []
     for mutant in mutants:
         path = root / "deepspeed_ucp" / mutant.file
         count = path.read_text().count(mutant.old) if path.exists() else 0
         if count != 1:
-            found.append(f"{mutant}: its text occurs {count} times")
-        found += [f"{mutant}: there is no {test}" for test in mutant.tests.split() if not (root / test).exists()]
-    return found
+            stale.append(f"{mutant}: its text occurs {count} times")
+        stale += [f"{mutant}: {test} does not exist" for test in mutant.tests.split() if not (root / test).exists()]
+    return stale
 
 
 def copy_checkout(folder: Path) -> None:
@@ -64,12 +64,12 @@ def copy_checkout(folder: Path) -> None:
 
 
 def run_tests(tests: list[str], root: Path) -> int:
-    """Run pytest in a forked child with slow imports done. Returns its exit code."""
+    """Run pytest in a forked child, after slow imports. Return its exit code."""
     child = os.fork()
     if child == 0:
         os.setsid()
         os.chdir(root)
-        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))  # a loop without end may fill it
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))  # an endless loop may fill it
         sys.path[:] = [str(root), *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
         for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "deepspeed_ucp")]:
             del sys.modules[name]
@@ -103,7 +103,7 @@ def judge(mutant: Mutant, root: Path) -> bool:
 
 
 def judge_in_turn(mutant: Mutant, roots: SimpleQueue[Path]) -> tuple[Mutant, bool, float]:
-    """Judge a mutant in a free copy of the checkout. Returns it, the verdict, and the seconds."""
+    """Judge a mutant in a free copy of the checkout. Return it, the verdict, and the seconds."""
     start, root = time.monotonic(), roots.get()
     try:
         return mutant, judge(mutant, root), time.monotonic() - start
@@ -112,7 +112,7 @@ def judge_in_turn(mutant: Mutant, roots: SimpleQueue[Path]) -> tuple[Mutant, boo
 
 
 def _notices(code: int, root: Path) -> bool:
-    """Return True if tests fail, cannot be imported or have no memory; raise on other errors, which prove nothing."""
+    """Return True if tests fail, cannot be imported or exceed memory; raise on other errors, which are no verdict."""
     output = (root / "output").read_text()[-2000:]
     if code not in (0, 1, 2) and "MemoryError" not in output:
         raise RuntimeError(f"pytest ended with {code}: {output}")
@@ -121,9 +121,9 @@ def _notices(code: int, root: Path) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
-    parser.add_argument("numbers", nargs="*", type=int, help="only these")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many at once")
-    parser.add_argument("--list", action="store_true", help="only say which there are, and which are out of date")
+    parser.add_argument("numbers", nargs="*", type=int, help="run only these mutants")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="number of concurrent runs")
+    parser.add_argument("--list", action="store_true", help="list the mutants and the stale ones, and exit")
     options = parser.parse_args()
     mutants, missed = read_mutants(), []
     stale = find_stale(mutants)

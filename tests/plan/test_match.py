@@ -56,7 +56,7 @@ MATCHED: dict[str, tuple[AtomicIndex, tuple[Any, ...], dict[str, Any], dict[str,
 
 
 @pytest.mark.parametrize("case", MATCHED)
-def test_models_that_match(case: str) -> None:
+def test_models_match_saved_parameters(case: str) -> None:
     index, live, options, results = MATCHED[case]
     found = match(index, *live, **options)
     lists = {"skipped": found.skipped, "untouched": found.untouched, "resized": found.resized, "notes": found.notes}
@@ -179,9 +179,7 @@ def test_frozen_tensors_that_a_converter_dropped_keep_live_values() -> None:
         ("b", True, False, MODULE),
     ],
 )
-def test_a_load_of_weights_reads_the_modules_tensors(
-    name: str, wants_master: bool, with_states: bool, state: str
-) -> None:
+def test_weights_are_read_from_the_module(name: str, wants_master: bool, with_states: bool, state: str) -> None:
     """DeepSpeed's load does the same: the module's tensors may have been edited before the save."""
     atom = pick_weight(make_index({"a": (2,)}, {"b": (2,)}), ParamKey(name), wants_master, with_states)
     assert atom is not None

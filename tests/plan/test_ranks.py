@@ -138,10 +138,10 @@ def test_random_claims_are_filled_with_each_byte_read_once(
     check_passes(planned, first, *check_plan(planned, demand, window))
     for rank, plan in enumerate(planned.plans):
         assert access.can_read(rank, [records.files[read.record] for read in plan.reads]).all()
-        own = set(planned.blocks.owned(rank, np.arange(len(records))))
+        owned = set(planned.blocks.owned(rank, np.arange(len(records))))
         passed = [read for each in plan.rounds for read in each.reads]
         passed += [read for read in plan.own_reads if not read.items]
-        assert {(read.record, read.offset // BLOCK) for read in passed} <= own
+        assert {(read.record, read.offset // BLOCK) for read in passed} <= owned
 
 
 def check_passes(planned: Planned, first: set[int], data: Sequence[np.ndarray], whole: Sequence[np.ndarray]) -> None:
@@ -172,9 +172,7 @@ def test_partial_access_of_all_ranks_to_all_files_gives_the_usual_plan(demand: D
 
 @examples(100)
 @given(data=st.data(), ranks=st.integers(1, 6), counts=st.lists(st.integers(0, 9), min_size=1, max_size=8))
-def test_ranks_that_can_read_a_file_own_equal_numbers_of_its_blocks(
-    data: st.DataObject, ranks: int, counts: list[int]
-) -> None:
+def test_readers_of_a_file_own_equal_numbers_of_its_blocks(data: st.DataObject, ranks: int, counts: list[int]) -> None:
     """The numbers are equal over all files of the same ranks, too, so nodes with copies read equal parts."""
     records = Records.of([(file, 64, count * 16, 0) for file, count in enumerate(counts)])
     access = data.draw(accesses(ranks, len(records)))

@@ -87,12 +87,12 @@ def test_experts_split_from_blocks_are_blocks() -> None:
     columns = [Fragment.of_block((0, 0, 5 * at), (4, 3, 5), shape, 0, 240 * at) for at in (0, 1)]
     atom = Atom.of("x", MASTER, [(shape, Fragments("float32", columns, shape))])
     index = planning.make_index([atom], Records.of([(0, 0, 480, None)]))
-    made = derive(index, {f"x.{e}": DerivedParam((Slice("x", e, 4),), 2) for e in range(4)})
+    derived = derive(index, {f"x.{e}": DerivedParam((Slice("x", e, 4),), 2) for e in range(4)})
     data = np.arange(120).reshape(4, 3, 2, 5).transpose(2, 0, 1, 3).reshape(-1)
     for expert in range(4):
-        (shard,) = made.atoms[f"x.{expert}", MASTER, 0].shards
+        (shard,) = derived.atoms[f"x.{expert}", MASTER, 0].shards
         assert (shard.shape, len(shard.list_fragments(MASTER))) == ((3, 10), 2)
-        assert read(made, data, f"x.{expert}").tolist() == np.arange(120).reshape(4, 3, 10)[expert].tolist()
+        assert read(derived, data, f"x.{expert}").tolist() == np.arange(120).reshape(4, 3, 10)[expert].tolist()
 
 
 @pytest.mark.parametrize("what", ["states", "step counts", "hyper-parameters"])
@@ -111,17 +111,17 @@ def test_experts_that_were_saved_differently_cannot_be_joined(what: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("shapes", "made", "dims", "words"),
+    ("shapes", "name", "dims", "words"),
     [
         ({"a": (3, 2)}, "a", 2, r"a.0: 3 elements of a are no whole rows of \(2,\)"),
         ({"a": (2,), "x.0": (1,), "x.1": (1,)}, "x", 1, r"has x.0, x.1 itself, which a would fill too"),
     ],
     ids=["rows are cut", "already there"],
 )
-def test_halves_that_cannot_be_derived_are_refused(shapes: Shapes, made: str, dims: int, words: str) -> None:
+def test_halves_that_cannot_be_derived_are_refused(shapes: Shapes, name: str, dims: int, words: str) -> None:
     index, _ = make_index(shapes)
     with pytest.raises(MismatchError, match=words):
-        derive(index, {f"{made}.{number}": DerivedParam((Slice("a", number, 2),), dims) for number in range(2)})
+        derive(index, {f"{name}.{number}": DerivedParam((Slice("a", number, 2),), dims) for number in range(2)})
 
 
 @pytest.mark.parametrize(

@@ -59,9 +59,7 @@ def decided(answers: Sequence[Answers]) -> list[list[bool]]:
     ],
     ids=["one byte", "short", "whole", "several pieces of one rank", "long runs of several ranks"],
 )
-def test_a_claim_of_one_rank_for_a_block_is_granted(
-    tables: list[list[Row]], unclaimed: list[tuple[int, int, int]]
-) -> None:
+def test_claims_of_a_single_rank_are_granted(tables: list[list[Row]], unclaimed: list[tuple[int, int, int]]) -> None:
     found, answers = judge(*tables)
     assert decided(answers) == [[True] * len(table) for table in tables]
     assert found.rounds == []

@@ -38,9 +38,7 @@ def make_records(*crcs: int | None, nbytes: int = 8) -> Records:
     ],
     ids=["same", "other", "exchanged", "no checksum", "cut otherwise", "among others"],
 )
-def test_are_same_compares_checksums_of_equal_blocks(
-    crcs: tuple[int | None, ...], other: Parts, same: bool | None
-) -> None:
+def test_are_same_compares_checksums_of_blocks(crcs: tuple[int | None, ...], other: Parts, same: bool | None) -> None:
     atoms = make_atoms(HALVES, other)
     assert are_same(planning.make_index(atoms, make_records(*crcs)), *atoms) is same
 

@@ -71,9 +71,9 @@ def make_halves(state: str) -> Atom:
     return Atom.of("a", state, [((6,), Fragments("float32", []))] * 2)
 
 
-def list_of(held: EngineBuffer, match: Match = MATCH, *, tensor: bool = False) -> Wants:
+def list_of(engine_buffer: EngineBuffer, match: Match = MATCH, *, tensor: bool = False) -> Wants:
     """List the wants of a rank with one buffer of `a`, which has a moment, and `b`, which has no moment."""
-    view = EngineView(extras=[held]) if tensor else EngineView(flats=[held])
+    view = EngineView(extras=[engine_buffer]) if tensor else EngineView(flats=[engine_buffer])
     return list_wants(planning.make_index([A, B, A_MOMENT]), view, match, {}, with_states=True)
 
 
@@ -108,36 +108,38 @@ def test_a_missing_parameter_keeps_its_master_and_has_zero_states() -> None:
     ],
     ids=str,
 )
-def test_flags_of_live_and_swapped_buffers(
-    swapped: bool, live: tuple[str, ...], flags: list[tuple[bool, bool]]
-) -> None:
+def test_flags_of_live_or_swapped_buffers(swapped: bool, live: tuple[str, ...], flags: list[tuple[bool, bool]]) -> None:
     """A state that does not exist yet is neither live nor swapped."""
-    held = EngineBuffer(TWO, 0, 0, "float32", {"exp_avg": "float32"}, live=live, swap=swapped or None)
-    assert [state for state, _ in list_of(held).buffers] == [MASTER, "exp_avg"]
-    assert [(held.is_live(state), held.is_in_file(state)) for state in (MASTER, "exp_avg")] == flags
+    engine_buffer = EngineBuffer(TWO, 0, 0, "float32", {"exp_avg": "float32"}, live=live, swap=swapped or None)
+    assert [state for state, _ in list_of(engine_buffer).buffers] == [MASTER, "exp_avg"]
+    assert [(engine_buffer.is_live(state), engine_buffer.is_in_file(state)) for state in (MASTER, "exp_avg")] == flags
 
 
 def test_a_whole_state_is_wanted_for_each_parameter_in_the_partition() -> None:
-    held = EngineBuffer(TWO, 0, 0, "float32", {"exp_avg": "float32"}, whole=("exp_avg",))
-    found = list_of(held)
-    assert [held.find_state_layout(state)[0].partition for state, _ in found.buffers] == [5, 6]
+    engine_buffer = EngineBuffer(TWO, 0, 0, "float32", {"exp_avg": "float32"}, whole=("exp_avg",))
+    found = list_of(engine_buffer)
+    assert [engine_buffer.find_state_layout(state)[0].partition for state, _ in found.buffers] == [5, 6]
     assert found.wants == [Want(A, 0, 5, 0, 0, None), Want(A_MOMENT, 0, 6, 1, 0, None)]
     assert found.blanks == []
 
 
 def test_wants_of_a_tensor_without_optimizer() -> None:
-    held = EngineBuffer(join_parameters(0, ("b",), ((3,),)), 0, 0, "bfloat16")
-    found = list_of(held, tensor=True)
-    assert (found.buffers, held.is_live(MODULE), held.is_in_file(MODULE)) == ([(MODULE, 0)], True, False)
+    engine_buffer = EngineBuffer(join_parameters(0, ("b",), ((3,),)), 0, 0, "bfloat16")
+    found = list_of(engine_buffer, tensor=True)
+    assert (found.buffers, engine_buffer.is_live(MODULE), engine_buffer.is_in_file(MODULE)) == (
+        [(MODULE, 0)],
+        True,
+        False,
+    )
     assert (found.wants, found.sinks, found.blanks) == ([Want(B, 0, 3, 0, 0, None)], [(0, "float32")], [])
-    assert list_of(held, Match({}), tensor=True) == Wants()
+    assert list_of(engine_buffer, Match({}), tensor=True) == Wants()
 
 
 def test_a_state_in_two_dtypes_has_two_sinks() -> None:
     moment = planning.make_atom("b", 3, state="exp_avg")
-    held = EngineBuffer(TWO, 1, 0, "float32", {"exp_avg": "float32"})
+    engine_buffer = EngineBuffer(TWO, 1, 0, "float32", {"exp_avg": "float32"})
     index = planning.make_index([A, B, A_MOMENT, moment])
-    found = list_wants(index, EngineView(flats=[held]), MATCH, {}, with_states=True)
+    found = list_wants(index, EngineView(flats=[engine_buffer]), MATCH, {}, with_states=True)
     assert found.sinks == [(0, "float32"), (1, "bfloat16"), (1, "float32")]
     assert found.wants[2:] == [Want(A_MOMENT, 5, 1, 1, 0, None), Want(moment, 0, 3, 2, 1, None)]
 
@@ -146,14 +148,14 @@ def test_a_state_in_two_dtypes_has_two_sinks() -> None:
 def test_new_rows_of_a_larger_vocabulary_are_zeroed(before: int, now: int, blanks: list[tuple[int, int, int]]) -> None:
     """The whole shard is zeroed before the saved rows are read into it. A smaller vocabulary has no new rows."""
     atom = Atom.of("vocabulary", MASTER, [((before, 2), Fragments("float32", []))])
-    held = EngineBuffer(join_parameters(0, ("vocabulary",), ((now, 2),)), 0, 0, "float32")
+    engine_buffer = EngineBuffer(join_parameters(0, ("vocabulary",), ((now, 2),)), 0, 0, "float32")
     sides = (Layout((rows, 2), (rows, 2), ((((0, rows),), ((0, 2),)),), ((rows, 2),)) for rows in (before, now))
     saved, wanted = sides
     layouts = {"vocabulary": (saved, wanted)}
     match = Match({"vocabulary": ParamKey("vocabulary")})
     resized = {"vocabulary": Resized(before, now, 4, pads=now > before)}
     resizes = {} if now > before else resized  # padding needs no rule
-    index, view = planning.make_index([atom]), EngineView(flats=[held])
+    index, view = planning.make_index([atom]), EngineView(flats=[engine_buffer])
     found = list_wants(index, view, match, layouts, with_states=True, resizes=resizes)
     assert (found.blanks, found.resized) == (blanks, resized)
     (want,) = found.wants
@@ -167,8 +169,8 @@ def test_new_rows_of_a_larger_vocabulary_are_zeroed(before: int, now: int, blank
 def test_the_wanted_weight_is_the_master_copy_or_module_tensor(tensor: bool, with_states: bool, wanted: str) -> None:
     """The master if states are loaded, else the copy; the module's tensor if there is no optimizer."""
     atoms = [planning.make_atom("b", 3, state=state) for state in (MASTER, COPY, MODULE)]
-    held = EngineBuffer(join_parameters(0, ("b",), ((3,),)), 0, 0, "float32")
-    view = EngineView(extras=[held]) if tensor else EngineView(flats=[held])
+    engine_buffer = EngineBuffer(join_parameters(0, ("b",), ((3,),)), 0, 0, "float32")
+    view = EngineView(extras=[engine_buffer]) if tensor else EngineView(flats=[engine_buffer])
     (want,) = list_wants(planning.make_index(atoms), view, MATCH, {}, with_states=with_states).wants
     assert want.atom.state == wanted
 
@@ -178,9 +180,9 @@ def test_every_replica_of_a_mean_is_wanted() -> None:
     atom = make_halves(MASTER)
     saved = Layout((6,), (6,), ((((0, 6),),),) * 2, ((6,),) * 2, replicated=True, mean=True)
     wanted = Layout((6,), (6,), ((((0, 6),),),), ((6,),))
-    held = EngineBuffer(join_parameters(0, ("a",), ((6,),), parts=2, partition=3), 1, 0, "bfloat16")
+    engine_buffer = EngineBuffer(join_parameters(0, ("a",), ((6,),), parts=2, partition=3), 1, 0, "bfloat16")
     match, layouts = Match({"a": ParamKey("a")}), {"a": (saved, wanted)}
-    found = list_wants(planning.make_index([atom]), EngineView(flats=[held]), match, layouts, with_states=True)
+    found = list_wants(planning.make_index([atom]), EngineView(flats=[engine_buffer]), match, layouts, with_states=True)
     assert found.buffers == [(MASTER, 0), (REPLICA, 1), (REPLICA, 2)]
     assert found.sinks == [(0, "float32"), (1, "float32"), (2, "float32")]
     views = [View(saved, wanted, 0, (shard,)) for shard in range(2)]
@@ -194,10 +196,10 @@ def test_states_and_tensors_are_read_from_the_ranks_shard(tensor: bool) -> None:
     """The second of two shards, for moment and master."""
     layout = cut(2)
     atoms = [make_halves(state) for state in (MASTER, "exp_avg")]
-    held = EngineBuffer(
+    engine_buffer = EngineBuffer(
         join_parameters(0, ("a",), ((6, 2),)), 0, 1, "float32", {} if tensor else {"exp_avg": "float32"}
     )
-    target = EngineView(extras=[held]) if tensor else EngineView(flats=[held])
+    target = EngineView(extras=[engine_buffer]) if tensor else EngineView(flats=[engine_buffer])
     match = Match({"a": ParamKey("a")})
     found = list_wants(planning.make_index(atoms), target, match, {"a": (layout, layout)}, with_states=True)
     assert [want.view for want in found.wants] == [View(layout, layout, 1, (1,))] * (1 if tensor else 2)

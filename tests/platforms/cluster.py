@@ -15,7 +15,7 @@ from tests.support.ports import find_port
 
 NODES = ("n1", "n2")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "sinfo", "scancel")
-MARK = "UCP_SLURM_NODE"  # in the environment of a node's daemon and its steps
+MARK = "UCP_SLURM_NODE"  # set in the environment of a node's daemon and its steps
 # A requeued job waits for cred_expire: at least 5 s, by default 120 s.
 CONFIGURATION = """\
 ClusterName=test
@@ -84,7 +84,7 @@ class Cluster:
         return done.stdout.strip()
 
     def submit(self, output: Path, *command: str, options: tuple[str, ...] = (), **variables: str) -> str:
-        """Submit the recipe with a script and its arguments; returns the number of the job."""
+        """Submit the recipe with a script and its arguments; return the number of the job."""
         recipe = str(RECIPES / "slurm" / "train.sbatch")
         sbatch = ["--parsable", f"--output={output}", *options]
         variables = {"RANKS_PER_NODE": "1", **variables}
@@ -103,9 +103,11 @@ class Cluster:
         return self.find_job(number)
 
     def lose(self, node: str) -> None:
-        """Kill all processes of a node, and report the node as down, which Slurm would notice after SlurmdTimeout."""
-        theirs = f"SLURM_CONF={self.folder / 'slurm.conf'}"
-        while pids := find_processes(theirs, f"{MARK}={node}") + find_processes(theirs, f"SLURMD_NODENAME={node}"):
+        """Kill all processes of a node and report it as down, which Slurm would detect only after SlurmdTimeout."""
+        configuration = f"SLURM_CONF={self.folder / 'slurm.conf'}"
+        while pids := find_processes(configuration, f"{MARK}={node}") + find_processes(
+            configuration, f"SLURMD_NODENAME={node}"
+        ):
             kill(pids)
             for daemon in self.daemons:
                 daemon.poll()

@@ -24,6 +24,6 @@ def hold(engine: Any, record: Any, log: job.Log, log_step: Any = job.log_step) -
 
 if __name__ == "__main__":
     job.log_step = hold
-    # DeepSpeed then uses gloo, and compiles nothing.
+    # DeepSpeed then uses gloo and compiles no operator.
     vars(importlib.import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: None
     job.main()

@@ -1,4 +1,4 @@
-"""The job that the recipes run, and the check of its log."""
+"""The job of the recipes, and the check of its log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "examples" / "platforms"
 SCRIPT = Path(__file__).with_name("held.py")
 STEPS, SAVE_EVERY = 24, 5
-BOUND = 1e-5  # of a loss, in nats: fp32 sums in another order
+BOUND = 1e-5  # tolerance of a loss in nats: fp32 sums have another order
 LONGEST = 120.0  # timeout in seconds
 
 RANKS = 2
@@ -64,13 +64,13 @@ class Run:
         return [each for line in lines if (each := json.loads(line))["event"] == event]
 
     def hold(self, step: int) -> Path:
-        """Pause the ranks after a step, until the returned file is removed or they get a signal."""
+        """Pause the ranks after a step until the returned file is removed or they get a signal."""
         path = self.folder / f"record-{step}"
         path.touch()
         return path
 
     def wait_for_step(self, step: int, starts: int, tell: Callable[[], str] = str) -> None:
-        """Wait until the script has been started ``starts`` times and has done a step."""
+        """Wait until the script has been started ``starts`` times and has completed a step."""
 
         def look() -> bool:
             begun = [each["time"] for each in self.read("started") if each["rank"] == 0]
@@ -80,7 +80,7 @@ class Run:
         wait_for(f"step {step} of start {starts}", look, tell)
 
     def find_starts(self) -> list[tuple[int, int]]:
-        """Return for each start the number of ranks, and the step that it resumed from."""
+        """Return for each start the number of ranks and the step from which it resumed."""
         return [(self.find_world(each["time"]), each["step"]) for each in self.read("loaded") if each["rank"] == 0]
 
     def find_world(self, moment: float) -> int:
@@ -96,7 +96,7 @@ class Run:
 
 
 def run_reference(folder: Path) -> Steps:
-    """Run uninterrupted on one rank; returns its steps."""
+    """Run uninterrupted on one rank; return its steps."""
     run = Run(folder)
     alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
     process = start_script(SCRIPT, run.command()[1:], folder / "output", alone)
@@ -111,7 +111,7 @@ def find_processes(*variables: str) -> list[int]:
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             theirs = path.read_bytes().split(b"\0")
-        except OSError:  # ended, or another user's
+        except OSError:  # it has ended or belongs to another user
             continue
         if all(each.encode() in theirs for each in variables):
             found.append(int(path.parent.name))

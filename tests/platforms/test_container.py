@@ -14,7 +14,7 @@ import pytest
 
 from tests.platforms.jobs import LONGEST, Run, Steps, make_environment, wait_for
 
-NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child=KILL")  # its child is process 1, its exit code the child's
+NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child=KILL")  # the child is process 1 and sets the exit code
 GRACE = 60  # seconds
 RANK = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); print('up'); time.sleep(600)"
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(bool(find_reason()), reason=find_reason())
 
 @contextmanager
 def start(output: Path, *command: str, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A container whose process 1 is ``command``."""
+    """Run a container with ``command`` as process 1."""
     environment = make_environment(KUBERNETES_SERVICE_HOST="10.0.0.1", PYTHONUNBUFFERED="1", **variables)
     with output.open("ab") as file:
         container = subprocess.Popen([*NAMESPACE, *command], env=environment, stdout=file, stderr=file)
@@ -44,7 +44,7 @@ def start(output: Path, *command: str, **variables: str) -> Iterator[subprocess.
 
 
 def send(container: subprocess.Popen[bytes], number: int) -> None:
-    """Send a signal to process 1, as a container runtime does."""
+    """Send a signal to process 1, like a container runtime."""
     children = Path(f"/proc/{container.pid}/task/{container.pid}/children").read_text().split()
     os.kill(int(children[0]), number)
 
@@ -73,7 +73,7 @@ def test_a_shell_as_process_1_does_not_forward_the_signal(command: list[str], en
         container.wait(timeout=LONGEST)
 
 
-@pytest.mark.exhaustive  # tests/test_preemption.py has the signal, tests/engine the save
+@pytest.mark.exhaustive  # tests/test_preemption.py tests the signal, tests/engine the save
 @pytest.mark.engine
 def test_a_drained_pod_saves_within_the_grace_period_and_fails(reference: Steps, tmp_path: Path) -> None:
     run, output = Run(tmp_path), tmp_path / "output"

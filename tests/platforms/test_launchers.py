@@ -1,4 +1,4 @@
-"""The recipes for torchrun and the deepspeed launcher: they restart after a rank or a host is lost."""
+"""The recipes for torchrun and the deepspeed launcher restart after the loss of a rank or host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ while [[ $1 == -* ]]; do [[ $1 == -o ]] && shift; shift; done
 [[ -e $HOSTS/$1 ]] || exit 255
 shift; exec "$@"
 """
-"""Runs the command here if there is a file with the name of the host."""
+"""A stand-in for ssh, which runs the command here if a file with the name of the host exists."""
 
 PDSH = """#!/bin/bash
 while [[ $1 == -* ]]; do
@@ -54,7 +54,7 @@ def start(launcher: str, run: Run, environment: dict[str, str]) -> Iterator[subp
 @pytest.mark.exhaustive
 @pytest.mark.engine
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
-def test_a_killed_rank_is_restarted(launcher: str, reference: Steps, tmp_path: Path) -> None:
+def test_the_recipe_restarts_after_a_killed_rank(launcher: str, reference: Steps, tmp_path: Path) -> None:
     run = Run(tmp_path)
     held = run.hold(SAVE_EVERY + 2)
     options = f"--no_local_rank --num_gpus 1 --master_port {find_port()}"
@@ -70,7 +70,7 @@ def test_a_killed_rank_is_restarted(launcher: str, reference: Steps, tmp_path: P
 
 @pytest.mark.exhaustive
 @pytest.mark.engine
-def test_the_deepspeed_launcher_goes_on_without_a_host_that_no_longer_answers(reference: Steps, tmp_path: Path) -> None:
+def test_the_deepspeed_recipe_continues_without_an_unreachable_host(reference: Steps, tmp_path: Path) -> None:
     hosts, programs = tmp_path / "hosts", tmp_path / "programs"
     for folder in (hosts, programs):
         folder.mkdir()
@@ -116,7 +116,7 @@ def run_with_stub(folder: Path, deepspeed: str, **variables: str) -> subprocess.
     ],
     ids=["most-restarts", "too-few-hosts"],
 )
-def test_the_loop_around_the_deepspeed_launcher_ends(
+def test_the_deepspeed_recipes_loop_ends(
     deepspeed: str, variables: dict[str, str], starts: int, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "hostfile").write_text("host-a slots=1\n")
@@ -126,8 +126,8 @@ def test_the_loop_around_the_deepspeed_launcher_ends(
     assert (started.returncode, (tmp_path / "starts").read_text()) == (1, "start\n" * starts)
 
 
-def test_the_loop_around_the_deepspeed_launcher_passes_sigterm_to_ranks_and_ends(tmp_path: Path) -> None:
-    """The stub does not forward the signal, like the launcher on one machine; the recipe waits for its rank."""
+def test_the_deepspeed_recipes_loop_forwards_sigterm_to_ranks_and_ends(tmp_path: Path) -> None:
+    """Like the launcher on one machine, the stub does not forward the signal. The recipe waits for the rank."""
     rank = "trap 'sleep 1; echo saved >>events; exit' TERM; echo start >>events; while :; do sleep 0.05; done"
     started = run_with_stub(tmp_path, f'bash -c "{rank}" & wait', PAUSE="0")
     wait_for("the rank", (tmp_path / "events").exists)

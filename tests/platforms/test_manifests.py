@@ -1,6 +1,6 @@
-"""The manifests: schemas of the platforms, if these are installed, and rules beyond the schemas.
+"""Manifests of the recipes: schemas of the platforms, if these are installed, and further rules.
 
-Their commands run under stand-ins that print their arguments, in the environment of the platform.
+Commands of the manifests run with stand-ins that print their arguments, in the environment of the platform.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MODELS = {
     "TrainJob": "TrainerV1alpha1TrainJob",
     "PodTemplate": "IoK8sApiCoreV1PodTemplateSpec",
 }
-NODES, RANKS = 4, 8  # of all recipes
+NODES, RANKS = 4, 8  # in all recipes
 
 
 def read(name: str) -> list[dict[str, Any]]:
@@ -43,14 +43,14 @@ def find(node: Any, key: str) -> Iterator[Any]:
             yield from find(each, key)
 
 
-def find_unknown(asked: Any, known: Any, place: str = "") -> list[str]:
-    """List the fields that the models dropped as unknown, or read differently."""
-    if isinstance(asked, dict) and isinstance(known, dict):
-        return [fault for key in asked for fault in find_unknown(asked[key], known.get(key), f"{place}.{key}")]
-    if isinstance(asked, list) and isinstance(known, list) and len(asked) == len(known):
-        pairs = enumerate(zip(asked, known, strict=True))
+def find_unknown(document: Any, known: Any, place: str = "") -> list[str]:
+    """List fields that the models dropped as unknown or read differently."""
+    if isinstance(document, dict) and isinstance(known, dict):
+        return [fault for key in document for fault in find_unknown(document[key], known.get(key), f"{place}.{key}")]
+    if isinstance(document, list) and isinstance(known, list) and len(document) == len(known):
+        pairs = enumerate(zip(document, known, strict=True))
         return [fault for at, (a, b) in pairs for fault in find_unknown(a, b, f"{place}[{at}]")]
-    return [] if asked == known else [f"{place}: {asked!r}, {known!r}"]
+    return [] if document == known else [f"{place}: {document!r}, {known!r}"]
 
 
 def check_model(models: Any, kind: str, document: dict[str, Any]) -> list[str]:
@@ -62,7 +62,7 @@ def test_kubernetes_manifests_match_their_schemas() -> None:
     documents = [each for name in MANIFESTS[:2] for each in read(name)]
     assert [each["kind"] for each in documents] == ["JobSet", "TrainingRuntime", "TrainJob"]
     assert [fault for each in documents for fault in check_model(models, each["kind"], each)] == []
-    # HyperPod's own resource has no public schema; its pods are Kubernetes'.
+    # HyperPod's resource has no public schema; its pods are Kubernetes pods.
     (job,) = read("hyperpod/train.yaml")
     assert [fault for each in find(job, "template") for fault in check_model(models, "PodTemplate", each)] == []
     # The comparison detects an unknown field.
@@ -81,7 +81,7 @@ def test_skypilots_task_matches_its_schema() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in MANIFESTS if "skypilot" not in name])
-def test_pods_have_time_and_memory_for_a_save(name: str) -> None:
+def test_pods_have_a_grace_period_and_memory_for_a_save(name: str) -> None:
     documents = read(name)
     (grace,) = find(documents, "terminationGracePeriodSeconds")
     arguments = [str(arg) for args in find(documents, "args") for arg in args]
@@ -98,11 +98,11 @@ def test_pods_have_time_and_memory_for_a_save(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MANIFESTS[:2])
-def test_a_moved_pod_is_a_failure_that_does_not_count(name: str) -> None:
+def test_the_failure_of_a_moved_pod_is_not_counted(name: str) -> None:
     documents = read(name)
     (policy,) = find(documents, "podFailurePolicy")
     assert list(find(documents, "restartPolicy")) == ["Never"]  # the API requires it for the policy
-    assert list(find(documents, "backoffLimit")) == [0]  # a pod alone is of no use
+    assert list(find(documents, "backoffLimit")) == [0]  # a single restarted pod could not join the job
     assert all(rule["action"] == "FailJob" for rule in policy["rules"])
     codes = [code for each in find(policy, "onExitCodes") for code in each["values"]]
     assert codes == [143]
@@ -115,18 +115,18 @@ def test_a_moved_pod_is_a_failure_that_does_not_count(name: str) -> None:
     ]
 
 
-def test_the_ranks_meet_at_the_name_that_jobset_gives_the_first_pod() -> None:
+def test_the_master_address_is_jobsets_name_of_the_first_pod() -> None:
     (jobset,) = read("kubernetes/jobset.yaml")
     (job,) = jobset["spec"]["replicatedJobs"]
     spec, name = job["template"]["spec"], jobset["metadata"]["name"]
     assert (job["replicas"], spec["completionMode"], spec["parallelism"]) == (1, "Indexed", spec["completions"])
     arguments = dict(arg[2:].split("=", 1) for args in find(spec, "args") for arg in args if arg.startswith("--r"))
-    # <JobSet>-<replicated job>-<its number>-<pod>.<headless service, which is named for the JobSet>
+    # <JobSet>-<replicated job>-<its number>-<pod>.<headless service, named after the JobSet>
     assert arguments["rdzv-endpoint"].partition(":")[0] == f"{name}-{job['name']}-0-0.{name}"
 
 
 def run_stand_in(folder: Path, shell: str, **variables: str) -> list[str]:
-    """Run a shell script; returns the arguments of torchrun."""
+    """Run a shell script; return the arguments of torchrun."""
     stand_in = folder / "torchrun"
     stand_in.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\necho "CHECKPOINTS=$CHECKPOINTS"\n')
     stand_in.chmod(0o755)
@@ -148,7 +148,7 @@ def test_skypilots_variables_become_torchruns_arguments(rank: int, tmp_path: Pat
     assert lines[-1] == "CHECKPOINTS=s3://bucket/runs/sky-managed-1_train_7-0"
 
 
-def test_hyperpods_replicas_are_between_its_bounds() -> None:
+def test_hyperpods_number_of_replicas_is_within_its_bounds() -> None:
     (job,) = read("hyperpod/train.yaml")
     policy, (replicas,) = job["spec"]["elasticPolicy"], job["spec"]["replicaSpecs"]
     assert replicas["replicas"] in policy["replicaDiscreteValues"]

@@ -1,4 +1,4 @@
-"""examples/platforms/nvrx under the real ``ft_launcher``: its monitor gets steps and sections, and ends hung ranks."""
+"""examples/platforms/nvrx under the real ``ft_launcher``: its monitor gets steps and sections, and kills hung ranks."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ fault_tolerance:
 """
 
 
-def test_a_hung_rank_is_ended_and_the_job_goes_on(reference: Steps, tmp_path: Path) -> None:
-    """Two agents with one rank each; one rank is stopped in a step."""
+def test_nvrx_kills_a_hung_rank_and_the_job_resumes(reference: Steps, tmp_path: Path) -> None:
+    """There are two agents with one rank each. One rank is stopped in a step."""
     run = Run(tmp_path)
     held = run.hold(4)
     (tmp_path / "ft.yaml").write_text(TIMEOUTS)

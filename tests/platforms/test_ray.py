@@ -1,4 +1,4 @@
-"""Ray Train with DeepSpeed, turned on by the environment: a node is lost, another one joins and is drained."""
+"""Ray Train with DeepSpeed and the plugin's environment variable: a node is lost, another joins and is drained."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ MISSING = [name for name in ("ray", "pyarrow") if importlib.util.find_spec(name)
 
 pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} missing (pip install 'ray[train]')"),
-    pytest.mark.exhaustive,  # minutes: Ray takes long to see that a node is gone
+    pytest.mark.exhaustive,  # minutes: Ray detects the loss of a node slowly
 ]
 
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A head without workers; the nodes have one worker each."""
+    """A head without workers. Each node has one worker."""
     from ray.cluster_utils import Cluster
 
-    start = tmp_path / "start"  # Python's, as the package's `.pth` file is in site-packages where it is installed
+    start = tmp_path / "start"  # stands for site-packages, which has the `.pth` file of an installed package
     start.mkdir()
     (start / "sitecustomize.py").write_text(f"import site\nsite.addsitedir({str(ROOT)!r})\n")
     more = {"PYTHONPATH": f"{start}{os.pathsep}{ROOT}", "RAY_AUTH_MODE": "disabled"}
@@ -64,7 +64,7 @@ class Job:
         return [json.loads(line) for line in lines]
 
     def find_starts(self) -> list[tuple[int, int, int]]:
-        """Return for each start the number of workers, its first and its last step."""
+        """Return for each start the number of workers, the first and the last step."""
         steps: dict[int, list[dict[str, Any]]] = {}
         for each in self.read():
             steps.setdefault(each["pid"], []).append(each)
@@ -85,7 +85,7 @@ class Job:
 
 
 def find_losses() -> dict[int, float]:
-    """Return the losses of an uninterrupted run with torch alone."""
+    """Return the losses of an uninterrupted run with plain torch."""
     sys.path.insert(0, str(SCRIPT.parent))
     try:
         spec = importlib.util.spec_from_file_location("ray_recipe", SCRIPT)
@@ -107,8 +107,8 @@ def find_losses() -> dict[int, float]:
 
 
 @pytest.mark.timeout(600)
-def test_a_run_goes_on_with_the_available_workers(cluster: Any, tmp_path: Path) -> None:
-    """It resumes from the last save after a crash, and from the current step after a notice, with the same losses."""
+def test_a_ray_run_resumes_with_the_available_workers(cluster: Any, tmp_path: Path) -> None:
+    """It resumes from the last save after a crash, and from the current step after a notice, with equal losses."""
     _, lost = (cluster.add_node(num_cpus=1) for _ in range(2))
     job = Job(tmp_path, cluster.address)
     try:
@@ -128,7 +128,7 @@ def test_a_run_goes_on_with_the_available_workers(cluster: Any, tmp_path: Path) 
     assert code == 0, job.tell()
     (_, first, ended), (_, second, alone), (_, third, _), (_, fourth, last) = job.find_starts()
     assert first == 1 and last == STEPS
-    for begun, before in ((second, ended), (third, alone)):  # Ray may take a moment to count a save
+    for begun, before in ((second, ended), (third, alone)):  # Ray may count a save late
         assert (begun - 1) % SAVE_EVERY == 0 and 0 <= before - (begun - 1) < 2 * SAVE_EVERY
     assert 1 < second < third
     assert fourth - 1 >= notified
@@ -144,7 +144,7 @@ def test_a_run_goes_on_with_the_available_workers(cluster: Any, tmp_path: Path) 
 
 
 def drain(address: str, node: str) -> None:
-    """Drain a node, as clouds do before they take a spot instance away."""
+    """Drain a node, like clouds before they reclaim a spot instance."""
     reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
     command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", address, "--node-id", node]
     subprocess.run([*command, *reason, "--deadline-remaining-seconds", "12"], check=True, capture_output=True)

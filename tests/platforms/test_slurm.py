@@ -25,7 +25,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def write_stand_in(folder: Path, text: str) -> str:
-    """Write a stand-in for Python: the recipe's reaction to exit codes does not depend on training."""
+    """Write a stand-in for Python, because the recipe's reaction to exit codes does not depend on training."""
     path = folder / "python"
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
@@ -49,9 +49,9 @@ def test_failed_jobs_are_restarted_and_cancelled_ones_are_not(cluster: Cluster, 
     assert (job["JobState"], job["Restarts"]) == ("CANCELLED", "0")
 
 
-@pytest.mark.exhaustive  # Slurm looks every half minute
-def test_a_signal_comes_before_the_time_limit(cluster: Cluster, tmp_path: Path) -> None:
-    """Slurm may send the signal up to 60 s early: in a job of a minute, at once."""
+@pytest.mark.exhaustive  # Slurm checks every half minute
+def test_slurm_signals_a_job_before_its_time_limit(cluster: Cluster, tmp_path: Path) -> None:
+    """Slurm may send the signal up to 60 s early, which is immediately in a job of one minute."""
     trap = f'echo "signalled at ${{SLURM_RESTART_COUNT:-0}}" >> {tmp_path}/signals; exit 143'
     rank = write_stand_in(
         tmp_path, f"[ \"$SLURM_RESTART_COUNT\" ] && exit 0; trap '{trap}' TERM; while :; do sleep 0.1; done"
@@ -88,7 +88,7 @@ def test_a_rank_requeues_its_job_unless_it_is_cancelled(cluster: Cluster, tmp_pa
         return len(path.read_text().splitlines()) if path.exists() else 0
 
     wait_for("the first start", lambda: count("started") == 1, cluster.tell)
-    cluster.ask("scancel", "--signal=USR1", job)  # as --signal=USR1@… does
+    cluster.ask("scancel", "--signal=USR1", job)  # like --signal=USR1@…
     wait_for("the second start", lambda: count("started") == 2, cluster.tell)
     cluster.ask("scancel", job)
     ended = cluster.wait_for_end(job)
@@ -98,9 +98,7 @@ def test_a_rank_requeues_its_job_unless_it_is_cancelled(cluster: Cluster, tmp_pa
 
 
 @pytest.mark.engine
-def test_a_job_goes_on_without_a_drained_node_and_after_a_lost_one(
-    cluster: Cluster, reference: Steps, tmp_path: Path
-) -> None:
+def test_a_slurm_job_resumes_without_a_drained_or_lost_node(cluster: Cluster, reference: Steps, tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.hold(4)  # until a signal
     held = run.hold(SAVE_EVERY * 2 + 2)

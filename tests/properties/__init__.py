@@ -1,1 +1,1 @@
-"""Properties of the whole package: all commands and loads agree on a checkpoint."""
+"""Properties of the package: all commands and loads give the same verdict on a checkpoint."""

@@ -25,7 +25,7 @@ class Fault:
             checkpoints of the source.
         needs_zip: not detectable in legacy files, which have no checksums.
         relative: files contradict each other, and messages may name any of them.
-        harmless: all ways to read accept it.
+        harmless: all commands and loads accept it.
     """
 
     name: str
@@ -55,7 +55,7 @@ def flip_record(part: str) -> Callable[[Path, Source, Path], bool | None]:
         try:
             offset, nbytes = find_record(path, part)
         except ValueError:
-            return False  # it holds no such record
+            return False  # the file has no such record
         flip(path, offset + nbytes // 2, 2)
         return None
 
@@ -67,7 +67,7 @@ def cut(keep: Callable[[int], int]) -> Callable[[Path, Source, Path], None]:
 
 
 def swap_in(path: Path, other: Path) -> bool | None:
-    """Replace a file by that of another checkpoint."""
+    """Replace a file by another checkpoint's."""
     if not other.exists() or other.read_bytes() == path.read_bytes():
         return False
     shutil.copy(other, path)
@@ -76,13 +76,13 @@ def swap_in(path: Path, other: Path) -> bool | None:
 
 def from_another_step(path: Path, source: Source, root: Path) -> bool | None:
     if len(list(path.parent.glob("*"))) == 1:
-        return False  # a whole other checkpoint
+        return False  # the only file: the result would be a complete other checkpoint
     folder = write_other(root / "step", lambda root: source.write(root, seed=1, run=Run(global_steps=4), step=4))
     return swap_in(path, folder / path.relative_to(find_folder(path)))
 
 
 def from_another_size(path: Path, source: Source, root: Path) -> bool | None:
-    """Replace a file by that of a run on more ranks."""
+    """Replace a file by one of a run on more ranks."""
     if not source.topology.partitions:
         return False
     dp = source.topology.dp + max(source.topology.ep, default=1)
@@ -100,7 +100,7 @@ def write_other(root: Path, write: Callable[[Path], Path]) -> Path:
 
 
 def from_its_neighbour(path: Path, _source: Source, _root: Path) -> bool | None:
-    """Replace a file by that of another rank."""
+    """Replace a file by another rank's."""
     kind = path.name.rpartition("rank_")[2].lstrip("0123456789")
     others = [other for other in sorted(path.parent.glob(f"*{kind}")) if other != path and "rank_" in other.name]
     others = [other for other in others if other.name.count("rank") == path.name.count("rank")]

@@ -1,4 +1,4 @@
-"""A small checkpoint of each kind of source, written without engines, and all ways to read it."""
+"""A small checkpoint of each kind of source, written without engines, and all commands and loads that read it."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Source:
         return random_state(self.model, seed, precision=topology.precision, topology=topology, **options)
 
     def write(self, root: Path, *, seed: int = 0, run: Run | None = None, **options: Any) -> Path:
-        """Write a checkpoint into `root`. Returns its tag's folder."""
+        """Write a checkpoint into `root`. Return its tag's folder."""
         state = self.state(seed, **options)
         path = write_checkpoint(
             root, self.model, state, self.topology, run=run or Run(), cut=cut_rows, legacy=self.legacy, tag=TAG
@@ -99,7 +99,7 @@ class Source:
 
 
 def cut_rows(name: str, tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
-    """Cut matrices by rows, and no vectors."""
+    """Cut matrices by rows; vectors stay whole."""
     return tensor.chunk(tp)[rank] if name.endswith(("up", "word")) else tensor
 
 
@@ -149,7 +149,7 @@ class Verdict:
     """The faults that one command or load finds.
 
     Attributes:
-        text: of all messages; empty if there are none.
+        text: all messages, or "".
         files: faulty files, if they are reported separately from the text.
     """
 
@@ -164,7 +164,7 @@ class Verdict:
 
 
 def try_to(work: Callable[[], object]) -> Verdict:
-    """Call a function. Returns its UcpError; other errors are bugs."""
+    """Call a function. Return its UcpError; other errors are bugs."""
     try:
         work()
     except UcpError as error:
@@ -173,7 +173,7 @@ def try_to(work: Callable[[], object]) -> Verdict:
 
 
 def run_cli(*argv: str) -> tuple[int, dict[str, Any]]:
-    """Run a command. Returns its exit code and its JSON; unexpected errors are bugs."""
+    """Run a command. Return its exit code and its JSON; unexpected errors are bugs."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main([*argv, "--json"])
@@ -214,7 +214,7 @@ def open_folder(folder: Path, source: Source) -> Verdict:
 
 
 def load_folder(folder: Path, source: Source) -> Verdict:
-    """Load into another topology: refused, or the right bits. With tensor parallelism convert, which reads the same."""
+    """Load into another topology, and check the bits if it is not refused. With tensor parallelism convert instead."""
     if source.model.layers:
         return try_to(lambda: convert_checkpoint(str(folder), str(folder.parent / "out"), patterns={"rules": RULES}))
     return try_to(lambda: load_targets(folder, source))

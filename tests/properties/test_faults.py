@@ -52,7 +52,7 @@ def list_sites(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("source", ALL, ids=str)
-def test_a_whole_checkpoint_is_whole_to_all(source: Source, written: Callable[[Source], Path]) -> None:
+def test_all_commands_and_loads_accept_a_complete_checkpoint(source: Source, written: Callable[[Source], Path]) -> None:
     folder = written(source)
     for verdict in (verify(folder, source), inspect(folder, source), load_folder(folder, source)):
         assert not verdict, verdict.text
@@ -61,9 +61,9 @@ def test_a_whole_checkpoint_is_whole_to_all(source: Source, written: Callable[[S
 def is_unseen(source: Source, fault: Fault, site: str) -> bool:
     """Return True for a fault that the files do not show.
 
-    Legacy files do not contain their name, and a rank's part of ZeRO 3 has any values. Files of other libraries do not
-    record their save; numbers in their names replace an index; a configuration is not read; a load of weights without
-    their optimizer warns that they are weights alone.
+    Legacy files do not contain their name, and a rank's part of ZeRO 3 may have any values. Files of other libraries do
+    not record their save, numbers in their names replace an index, and a configuration is not read. A load of weights
+    without their optimizer warns that there are only weights.
     """
     if isinstance(source, Foreign):
         is_spare = site.endswith((".index.json", "optimizer.bin")) and fault.name == "missing"
@@ -73,11 +73,11 @@ def is_unseen(source: Source, fault: Fault, site: str) -> bool:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
 @pytest.mark.parametrize("source", ALL, ids=str)
-def test_all_ways_in_say_the_same(
+def test_all_commands_and_loads_give_the_same_verdict_on_a_fault(
     source: Source, fault: Fault, written: Callable[[Source], Path], tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
     whole, sites = written(source), list_sites(written(source))
-    step = min(stride(7), len(sites))  # other sites for each source and fault
+    step = min(stride(7), len(sites))  # each source and fault has other sites
     sites = sites[(ALL.index(source) + FAULTS.index(fault)) % step :: step]
     for number, site in enumerate(sites):
         if is_unseen(source, fault, site):
@@ -94,13 +94,13 @@ def test_all_ways_in_say_the_same(
 def check(folder: Path, site: str, source: Source, fault: Fault) -> None:
     opened, shown = open_folder(folder, source), inspect(folder, source)
     headers, whole = verify(folder, source, "--headers-only"), verify(folder, source)
-    loaded = opened or load_folder(folder, source)  # opens it in the same way
+    loaded = opened or load_folder(folder, source)  # a load opens the folder in the same way
     assert bool(opened) == bool(shown), f"open: {opened}\ninspect: {shown}"
     assert imply(opened, headers), f"open: {opened}\nverify --headers-only: {headers}"
     assert imply(headers, opened) or source.atomic, f"open: {opened}\nverify --headers-only: {headers}"
     assert imply(headers, whole), f"verify --headers-only: {headers}\nverify: {whole}"
     assert imply(loaded, whole), f"load: {loaded}\nverify: {whole}"
-    alone = len(list_sites(folder)) <= 1  # then a missing file is not detectable
+    alone = len(list_sites(folder)) <= 1  # a missing file is not detectable in this case
     found = [verdict for verdict in (opened, shown, headers, whole, loaded) if verdict]
     assert found or fault.harmless or (source.legacy and fault.needs_zip), "not detected"
     for verdict in found:

@@ -1,4 +1,4 @@
-"""Loads, conversions and diffs agree, for all names and values that torch allows in a model and an optimizer."""
+"""Loads, conversions and diffs agree for all names and values that torch allows in a model and an optimizer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOPOLOGIES = [Topology(1, 3), Topology(2, 2, "bf16"), Topology(3, 2), Topology(1
 
 # -- names and values that torch allows -------------------------------------------------------------------------------
 
-# A name's part is anything but empty or with a dot in it: keys of a ModuleDict, attributes set with setattr.
+# A name's part is any text without dots, except the empty one: keys of a ModuleDict, attributes set with setattr.
 PARTS = st.one_of(
     st.sampled_from(["c#", "a#1", "0", "weight", "step", "fp32", "param", " ", "Ünï", "漢字", "a b", "x'\"", "[0]"]),
     st.text(st.characters(exclude_characters=".", exclude_categories=["Cs"]), min_size=1, max_size=12),
@@ -48,7 +48,7 @@ STATES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 @st.composite
 def drawn(draw: st.DrawFn) -> tuple[Model, State, Topology]:
-    """Draw a small model of any names, hyper-parameters and element types, stepped once."""
+    """Draw a small model with any names, hyper-parameters and dtypes, after one step."""
     names = draw(st.lists(NAMES, min_size=2, max_size=4, unique=True))
     params = tuple(Param(name, (2 + index, 3), index % 2) for index, name in enumerate(names))
     model = Model(params, {})
@@ -72,7 +72,7 @@ def list_differences(left: Path, right: Path, *options: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("source", [source for source in SOURCES if not source.atomic], ids=str)
-def test_a_conversion_is_no_difference(source: Source, tmp_path: Path) -> None:
+def test_diff_finds_no_difference_in_a_conversion(source: Source, tmp_path: Path) -> None:
     path = source.write(tmp_path)
     options = groups_option(source)
     rules = RULES if source.model.layers else None
@@ -84,8 +84,8 @@ def test_a_conversion_is_no_difference(source: Source, tmp_path: Path) -> None:
 
 @examples(60)
 @given(case=drawn())
-def test_a_conversion_of_anything_is_no_difference(case: tuple[Model, State, Topology]) -> None:
-    """Or it is refused: a file system does not support some names."""
+def test_diff_finds_no_difference_in_a_conversion_of_a_drawn_model(case: tuple[Model, State, Topology]) -> None:
+    """Names that a file system does not support are refused."""
     model, state, topology = case
     note(f"{topology.label} {[param.name for param in model.params]} {state.groups}")
     with temporary_folder() as folder:
@@ -110,7 +110,7 @@ def is_common(name: str) -> bool:
 
 @examples(60)
 @given(case=drawn())
-def test_hyper_parameters_and_scalars_of_any_type_are_kept(case: tuple[Model, State, Topology]) -> None:
+def test_an_index_keeps_hyper_parameters_and_scalars_of_any_type(case: tuple[Model, State, Topology]) -> None:
     model, state, topology = case
     with temporary_folder() as folder:
         index = open_checkpoint(str(write_checkpoint(folder, model, state, topology)), Comm())
@@ -124,8 +124,8 @@ def test_hyper_parameters_and_scalars_of_any_type_are_kept(case: tuple[Model, St
 
 @examples(60)
 @given(case=drawn(), target=st.sampled_from(TOPOLOGIES))
-def test_a_load_of_a_conversion_is_the_load(case: tuple[Model, State, Topology], target: Topology) -> None:
-    """load∘convert = load, under any names: both equal the save of a run of the target's topology."""
+def test_a_conversion_and_its_source_load_equally(case: tuple[Model, State, Topology], target: Topology) -> None:
+    """Both equal the save of a run in the target's topology, under any names."""
     model, state, topology = case
     plain = replace(state, scalars={name: {"step": held["step"]} for name, held in state.scalars.items()},
                     groups=random_state(model, 0).groups)  # fmt: skip

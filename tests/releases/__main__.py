@@ -1,4 +1,4 @@
-"""`python -m tests.releases`: run the tests marked `releases` in an environment per row, and load all rows' saves."""
+"""`python -m tests.releases`: run tests marked `releases` in an environment per row, and load all rows' saves."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Row:
         return self.folder / "result.json"
 
     def make(self) -> None:
-        """Make the environment once; the main environment provides `pip` and all other packages."""
+        """Create the environment once; the main environment provides `pip` and all other packages."""
         done = self.folder / "made.json"
         if done.exists() and json.loads(done.read_text()) == list(self.packages):
             return
@@ -76,7 +76,7 @@ class Row:
         site = subprocess.check_output([self.python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"])
         (Path(site.decode().strip()) / "zz_main.pth").write_text(sysconfig.get_path("purelib"))
         install = [sys.executable, "-m", "pip", "--python", self.python, "install", "-q", "--upgrade"]
-        strategy = ["--upgrade-strategy", "only-if-needed", "--no-build-isolation"]  # DeepSpeed's set-up needs torch
+        strategy = ["--upgrade-strategy", "only-if-needed", "--no-build-isolation"]  # DeepSpeed's build needs torch
         subprocess.run([*install, *strategy, *self.packages], check=True, env={**os.environ, "DS_BUILD_OPS": "0"})
         done.write_text(json.dumps(self.packages))
 
@@ -85,7 +85,7 @@ class Row:
         return json.loads(subprocess.check_output([self.python, "-c", code]))  # type: ignore[no-any-return]
 
     def run(self, tests: list[str], saves: Path) -> ElementTree.Element:
-        """Run tests in this environment. Returns pytest's report."""
+        """Run tests in this environment. Return pytest's report."""
         report = self.folder / "report.xml"
         report.unlink(missing_ok=True)
         path = os.pathsep.join([str(self.folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -111,7 +111,7 @@ def add(result: Result, counts: dict[str, int], report: ElementTree.Element) -> 
             result.failed.setdefault(name, (bad[0].get("message") or "")[:300])
             found[name] = "failed"
         elif skipped is not None:
-            match = re.search(r"Skipped: (.*?)['\"]\)$", skipped.text or "")  # of a whole file
+            match = re.search(r"Skipped: (.*?)['\"]\)$", skipped.text or "")  # reason of a skipped file
             reason = match[1] if match else (skipped.get("message") or "").removeprefix("Skipped: ")
             result.reasons[reason] = result.reasons.get(reason, 0) + 1
             found.setdefault(name, "skipped")
@@ -121,7 +121,7 @@ def add(result: Result, counts: dict[str, int], report: ElementTree.Element) -> 
 
 
 def list_files() -> list[str]:
-    """List the files with such tests; importing all others takes longer than running these."""
+    """List the files with such tests; importing all other files takes longer than running these tests."""
     return sorted(str(f.relative_to(ROOT)) for f in ROOT.glob("tests/*/test_*.py") if ".releases\n" in f.read_text())
 
 
@@ -138,8 +138,8 @@ def run_matrix(row: Row, saves: Path) -> None:
 
 def run_loads(row: Row, saves: Path) -> None:
     result = Result(**json.loads(row.result.read_text()))
-    own = {name: text for name, text in result.failed.items() if not name.startswith("test_engine_releases::")}
-    result.loads, result.failed = {}, own | {n: t for n, t in result.failed.items() if "for_other" in n}
+    failed = {name: text for name, text in result.failed.items() if not name.startswith("test_engine_releases::")}
+    result.loads, result.failed = {}, failed | {n: t for n, t in result.failed.items() if "for_other" in n}
     add(result, result.loads, row.run([SAVES, "-k", "saves_of_other"], saves))
     row.result.write_text(json.dumps(asdict(result), indent=1))
     log(f"{row.name}: saves of other releases: {format_counts(result.loads)}")

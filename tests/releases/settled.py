@@ -1,7 +1,7 @@
 """Complete the gathers of ZeRO 3 in old releases before their use; preloaded on the ranks of tests.
 
-These releases wait only for the last of several gathers. gloo does not complete them in order, and engines on CPUs read
-memory that is not filled yet.
+These releases wait only for the last of several gathers. gloo does not complete them in order, so engines on CPUs read
+unfilled memory.
 """
 
 from __future__ import annotations

@@ -103,11 +103,11 @@ def save_into_small_memory(folder: Path) -> None:
             write_tag(folder, tag)
             fill()
 
-        def write_record(made: SavePart) -> None:
-            own(made)
+        def write_record(save: SavePart) -> None:
+            write_original(save)
             fill()
 
-        own = SavePart.write_record
+        write_original = SavePart.write_record
         with mock.patch.object(SavePart, "write_record", write_record):
             assert training.save(tag, write=write)
 

@@ -51,11 +51,11 @@ class Nodes:
 
     def copy(self, save: SavePart) -> None:
         """Copy a save of the first node to the second one, without other transfers."""
-        ours, theirs = socket.socketpair()
+        client, server = socket.socketpair()
         sender, receiver = self.make(0), self.make(1)
-        thread = threading.Thread(target=receiver._serve_one, args=(ours,))
+        thread = threading.Thread(target=receiver._serve_one, args=(client,))
         thread.start()
-        with mock.patch.object(socket, "create_connection", return_value=theirs):
+        with mock.patch.object(socket, "create_connection", return_value=server):
             sender._send(save)
         thread.join()
 
@@ -82,9 +82,9 @@ class Nodes:
 
     def save_copied(self, node: int = 0) -> SavePart:
         """Make a node's part and wait until the other node has a copy."""
-        made = self.save(node)
-        wait_until(lambda: made.read("copied").get(str(1 - node)))
-        return made
+        save = self.save(node)
+        wait_until(lambda: save.read("copied").get(str(1 - node)))
+        return save
 
     def list_copies(self, node: int) -> list[int]:
         """Return the numbers of the copies in a node's memory."""

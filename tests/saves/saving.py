@@ -49,10 +49,10 @@ def make_save(job: Job, *folders: str, tag: str = TAG, keep: int | None = None, 
     """Make the next save of a job: complete, with other weights than the last one."""
     number = max(job.list_numbers(), default=0) + 1
     folder = Path(job.find_folder(number))
-    made = write_source(folder, number)
+    source = write_source(folder, number)
     if tag != TAG:
         (folder / tag).parent.mkdir(exist_ok=True)
-        made.rename(folder / tag)
+        source.rename(folder / tag)
     (folder / SCRIPT).write_text("# a script")
     keeping = dict.fromkeys(folders, keep)
     save = SavePart(job.name, number, folders[0], tag, number, True, 0, 1, keeping, str(folder))

@@ -47,11 +47,11 @@ def test_a_save_is_written_to_its_destination_and_overwritten(run: Run) -> None:
     """The cache of an atomic checkpoint that a load has left next to the tag in memory is not copied."""
     names = list[list[str]]()
     for _ in range(2):
-        made = run.save()
-        (Path(made.folder) / f"{TAG}_universal" / "zero").mkdir(parents=True)
-        (Path(made.folder) / f"{TAG}_universal" / "zero" / "half").write_text("of an atomic checkpoint")
-        assert run.write() and run.list_late() == [] and list(made.read("done")) == [run.destination]
-        assert run.holds(made) and run.list_names() == {TAG, "latest", SCRIPT} and run.latest == TAG
+        save = run.save()
+        (Path(save.folder) / f"{TAG}_universal" / "zero").mkdir(parents=True)
+        (Path(save.folder) / f"{TAG}_universal" / "zero" / "half").write_text("of an atomic checkpoint")
+        assert run.write() and run.list_late() == [] and list(save.read("done")) == [run.destination]
+        assert run.holds(save) and run.list_names() == {TAG, "latest", SCRIPT} and run.latest == TAG
         names.append(sorted(map(os.path.basename, list_tree(run.destination))))
     assert names[0] == names[1]
 
@@ -63,8 +63,8 @@ def test_foreign_files_in_a_tag_are_kept(run: Run) -> None:
     Path(tag, "below").mkdir(parents=True) if "://" not in tag else None
     for name, data in {**kept, "zero_pp_rank_9_mp_rank_00_optim_states.pt": b"of another save"}.items():
         write_small(f"{tag}/{name}", data)
-    made = run.write_save(keep=1)
-    names = {os.path.basename(name) for name in made.list_files()} | {"ucp_seal.json", "arguments.json", SCRIPT}
+    save = run.write_save(keep=1)
+    names = {os.path.basename(name) for name in save.list_files()} | {"ucp_seal.json", "arguments.json", SCRIPT}
     assert list_basenames(tag) | {SCRIPT} == names | ({"ucp_published.json"} if "://" in tag else set())
     assert run.is_whole() and read_small(f"{tag}/below/mp_rank_00_model_states.pt") == b"another tag's"
     run.write_save(tag="next", keep=1)
@@ -82,8 +82,8 @@ def test_a_save_replaces_a_local_copy_of_a_stores_tag(tmp_path: Path) -> None:
     for name in (f"{UPLOAD}other/file", "zero/weight/fp32.pt", "ucp_manifest.json", "notes.txt"):
         (tag / name).parent.mkdir(parents=True, exist_ok=True)
         (tag / name).write_text("old")
-    made = run.write_save()
-    assert {*os.listdir(tag)} == {*os.listdir(f"{made.folder}/{TAG}"), SEAL, "notes.txt"}
+    save = run.write_save()
+    assert {*os.listdir(tag)} == {*os.listdir(f"{save.folder}/{TAG}"), SEAL, "notes.txt"}
     assert resolve_published(str(tag)) == str(tag) and run.is_whole()
 
 
@@ -125,9 +125,9 @@ def test_a_store_that_never_accepts_latest_is_an_error(run: Run, caplog: pytest.
 def test_a_tag_that_another_job_has_overwritten_is_not_removed(run: Run, other: Run) -> None:
     run.write_save(tag="a", keep=1)
     other.save(tag="a")
-    theirs = other.write_save(tag="a")
+    save = other.write_save(tag="a")
     run.write_save(tag="b", keep=1)
-    assert other.holds(theirs)
+    assert other.holds(save)
 
 
 @pytest.mark.parametrize("is_saved_again", [False, True])
@@ -145,10 +145,10 @@ def test_a_failed_removal_is_repeated_unless_the_tag_was_overwritten(
         run.write_save(tag="b", keep=1)
     assert "a: cannot be removed now: busy" in caplog.text and "a" in run.list_names()
     if is_saved_again:
-        theirs = f"{resolve_published(f'{run.destination}/a')}/mp_rank_00_model_states.pt"
-        write_small(theirs, b"theirs")
-        if "://" not in theirs:
-            os.utime(theirs, (0, 0))
+        path = f"{resolve_published(f'{run.destination}/a')}/mp_rank_00_model_states.pt"
+        write_small(path, b"theirs")
+        if "://" not in path:
+            os.utime(path, (0, 0))
     run.write_save(tag="c", keep=1)
     assert ("a" in run.list_names()) == is_saved_again and "b" not in run.list_names()
 
@@ -178,8 +178,8 @@ def test_a_tag_that_is_saved_again_during_its_write_gets_the_later_save(run: Run
     run.save()
     with call_before("put_file", run.save):
         assert run.write()
-    (made,) = run.job.list_saves()
-    assert made.number == 2 and run.holds(made)
+    (save,) = run.job.list_saves()
+    assert save.number == 2 and run.holds(save)
 
 
 def test_a_part_of_an_earlier_save_does_not_complete_a_later_one(run: Run, tmp_path: Path) -> None:
@@ -194,9 +194,7 @@ def test_a_part_of_an_earlier_save_does_not_complete_a_later_one(run: Run, tmp_p
     assert not [name for name in list_tree(run.destination) if ".ucp-written" in name]
 
 
-def test_a_failed_upload_leaves_no_objects_and_is_retried(
-    tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_upload_is_retried(tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture) -> None:
     run = Run(tmp_path, f"s3://{BUCKET}/down")
     run.save()
     with server.failing(lambda environ: "403" if environ["REQUEST_METHOD"] == "PUT" else None):

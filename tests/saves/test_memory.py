@@ -33,13 +33,13 @@ def test_a_record_is_written_after_its_files_and_removed_before_them(run: Run, m
 
         for module in memory, disk:
             monkeypatch.setattr(module, name, note, raising=False)
-    made = run.save()
-    files = {f"sync_file {os.path.basename(each)}" for each in made.list_files()}
+    save = run.save()
+    files = {f"sync_file {os.path.basename(each)}" for each in save.list_files()}
     assert files < set(events[:-1]) and f"sync_folder {TAG}" in events and events[-1] == "write_at"
     events.clear()
-    Path(made.folder, "save-0.json").touch()
-    made.recycle()
-    assert events == [f"sync_folder {os.path.basename(made.folder)}"] and os.path.exists(run.job.spare)
+    Path(save.folder, "save-0.json").touch()
+    save.recycle()
+    assert events == [f"sync_folder {os.path.basename(save.folder)}"] and os.path.exists(run.job.spare)
 
 
 def test_a_save_may_be_freed_while_its_folder_is_listed(run: Run) -> None:
@@ -57,23 +57,23 @@ def test_a_save_may_be_freed_while_its_folder_is_listed(run: Run) -> None:
 
 def test_a_truncated_line_of_a_record_is_ignored(run: Run) -> None:
     run.job.reserve(7, 0)
-    made = replace(run.save("first", "second"), folder=run.job.find_folder(7))
-    first, second = made.destinations
-    made.note("done", {first: "mark"})
-    record = Path(made.folder, "save-0.json")
+    save = replace(run.save("first", "second"), folder=run.job.find_folder(7))
+    first, second = save.destinations
+    save.note("done", {first: "mark"})
+    record = Path(save.folder, "save-0.json")
     size = record.stat().st_size
     text = record.read_text().rstrip("\n")
     record.write_text((text + '\n{"done": {"second": "ma').ljust(size, "\n"))
-    assert made.read("done") == {first: "mark"} and made.list_pending() == [second]
-    made.note("done", {second: "other"})
-    made.note("done", {first: ""})
-    assert made.read("done") == {first: "", second: "other"}
+    assert save.read("done") == {first: "mark"} and save.list_pending() == [second]
+    save.note("done", {second: "other"})
+    save.note("done", {first: ""})
+    assert save.read("done") == {first: "", second: "other"}
     assert record.stat().st_size == size
-    made.note("failed", {first: "y" * size})
+    save.note("failed", {first: "y" * size})
     for number in range(3):  # the reserved room contains only the last line
-        made.note("failed", {first: str(number) * (size // 2)})
-    assert record.stat().st_size < 2 * size and made.read("failed") == {first: "2" * (size // 2)}
-    assert made.read("done") == {first: "", second: "other"} and made.is_recorded() is False
+        save.note("failed", {first: str(number) * (size // 2)})
+    assert record.stat().st_size < 2 * size and save.read("failed") == {first: "2" * (size // 2)}
+    assert save.read("done") == {first: "", second: "other"} and save.is_recorded() is False
 
 
 def test_a_job_is_owned_until_its_saving_process_ends(tmp_path: Path) -> None:
@@ -179,9 +179,7 @@ FOREIGN: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_memory_that_another_user_may_have_written_is_refused(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_writable_by_another_user_is_refused(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A resume would load the saves in it."""
     user = os.getuid() + (kind == "another's")
     FOREIGN[kind](tmp_path / f"deepspeed_ucp-{user}")

@@ -181,9 +181,7 @@ SAVES: list[dict[str, Any]] = [
     ],
     ids=str,
 )
-def test_a_description_with_a_path_outside_the_save_is_refused(
-    changes: dict[str, Any], path: str, nodes: Nodes
-) -> None:
+def test_a_description_with_an_outside_path_is_refused(changes: dict[str, Any], path: str, nodes: Nodes) -> None:
     nodes.start(1)
     description = describe(nodes.save(0), **changes)
     if path:

@@ -39,9 +39,9 @@ def copy_save(run: Run, number: int, tag: str = TAG, **changes: Any) -> SavePart
     """Make a save with the files of the first one."""
     (first, *_), folder = run.job.list_saves(), Path(run.job.find_folder(number))
     shutil.copytree(Path(first.folder, TAG), folder / tag)
-    made = replace(first, number=number, tag=tag, folder=str(folder), **changes)
-    made.write_record()
-    return made
+    copy = replace(first, number=number, tag=tag, folder=str(folder), **changes)
+    copy.write_record()
+    return copy
 
 
 def test_a_node_writes_only_saves_that_the_first_node_has_begun(nodes: list[Run], tmp_path: Path) -> None:
@@ -138,9 +138,7 @@ def test_a_node_finds_an_unrecorded_written_save_in_the_destination(nodes: list[
     assert not nodes[1].write(wait=0.2)
 
 
-def test_a_save_with_a_damaged_part_of_another_node_is_abandoned(
-    nodes: list[Run], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_save_with_a_damaged_part_is_abandoned(nodes: list[Run], caplog: pytest.LogCaptureFixture) -> None:
     """That node has written its part and does not repeat the write."""
     assert not nodes[0].write(wait=0.2)  # it begins the save
     assert nodes[1].write()

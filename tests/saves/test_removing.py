@@ -45,10 +45,10 @@ def make_tag(folder: Path) -> None:
 
 @pytest.fixture
 def precious(tmp_path: Path) -> Path:
-    made = tmp_path / "precious"
-    made.mkdir()
-    make_tag(made)
-    return made
+    folder = tmp_path / "precious"
+    folder.mkdir()
+    make_tag(folder)
+    return folder
 
 
 def test_removal_of_old_saves_follows_no_link_in_a_tag(tmp_path: Path, precious: Path) -> None:
@@ -185,9 +185,7 @@ def test_removal_of_random_trees_deletes_only_files_of_the_save(tree: dict[str, 
 
 
 @pytest.mark.parametrize("path", [".", "..", "../..", "/"])
-def test_removal_of_a_path_without_a_name_is_refused(
-    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_removal_of_an_unnamed_path_is_refused(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     monkeypatch.chdir(tmp_path / "folder")

@@ -69,9 +69,7 @@ OBSTACLES |= {
 
 
 @pytest.mark.parametrize("tag", OBSTACLES)
-def test_a_save_that_memory_cannot_represent_is_saved_directly(
-    tag: str, training: Training, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_save_unsuitable_for_memory_is_direct(tag: str, training: Training, caplog: pytest.LogCaptureFixture) -> None:
     """For example, a tag with a path outside the folder: in a store its writer would delete foreign files."""
     message, change = OBSTACLES[tag]
     change(training.engine)
@@ -132,9 +130,7 @@ def test_a_save_waits_until_pending_saves_free_memory(training: Training, monkey
     assert training.latest == "last"
 
 
-def test_the_last_save_is_freed_for_the_next_after_its_destination_has_it(
-    training: Training, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_save_is_freed_after_it_is_written(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save that exists only in memory is never freed."""
     assert training.save("first") and training.saver.finish()
     size = training.saver.budget.needed
@@ -169,9 +165,7 @@ def mock_clock(seconds: float) -> AbstractContextManager[SimpleNamespace]:
     return replace_time(monotonic=lambda: now[0], sleep=sleep)
 
 
-def test_a_save_without_room_is_an_error_while_others_are_pending(
-    training: Training, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_room_next_to_pending_saves_is_an_error(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits first. A pending save would later replace a direct save in ``latest`` or under its tag."""
     training.destination.write_text("no folder")
     assert training.save("first") and training.save("again")
@@ -225,9 +219,7 @@ def test_a_save_that_would_overwrite_another_folders_save_in_a_destination_is_re
         each.job.remove()
 
 
-def test_an_engine_that_overwrites_another_engines_save_is_reported(
-    training: Training, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_overwritten_save_of_another_engine_is_logged(training: Training, caplog: pytest.LogCaptureFixture) -> None:
     """An engine that continues another one's steps is not reported."""
     other = Training(training.folder)
     other.engine.global_steps += 1
@@ -336,9 +328,7 @@ def test_missing_saves_are_logged_with_the_reason(training: Training) -> None:
 
 
 @pytest.mark.parametrize("end", ["preempted", "normal"])
-def test_a_job_that_ends_normally_frees_its_memory(
-    end: str, training: Training, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_normal_end_of_a_job_frees_its_memory(end: str, training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     """It frees a snapshot, too, which a later save replaces."""
     assert training.save("snapshot", is_snapshot=True) and training.save()
     monkeypatch.setattr(sys, "last_value", None, raising=False)
@@ -405,9 +395,7 @@ def test_a_dead_jobs_pending_save_is_kept_until_its_tag_is_overwritten(training:
             assert [each.tag for each in dead.list_saves()] == tags
 
 
-def test_a_save_that_a_node_cannot_record_frees_no_snapshot(
-    training: Training, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_a_node_cannot_record_frees_nothing(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     """The dead job's snapshot may be the only complete save."""
     dead = training.make_job()
     make_save(dead, str(training.destination), destinations={})

@@ -85,15 +85,13 @@ def test_a_load_prefers_a_later_save_at_a_destination_to_an_older_one_in_memory(
 
 
 @pytest.mark.parametrize("step", [9, 4])
-def test_a_dropped_save_is_loaded_only_if_no_later_one_was_written(
-    step: int, job: Job, find: Find, destination: Path
-) -> None:
+def test_a_dropped_save_is_loaded_only_without_a_later_one(step: int, job: Job, find: Find, destination: Path) -> None:
     """The node with the other part of the later save may be lost. A run that was rolled back has later steps."""
-    made = make_save(job, str(destination), tag="dropped", step=step)
+    dropped = make_save(job, str(destination), tag="dropped", step=step)
     write_source(destination, 7)
     (destination / "latest").write_text(TAG)
     later = make_save(job, str(destination), tag="next", step=5, nodes=2) if step == 4 else None
-    made.note("done", {str(destination): ""})
+    dropped.note("done", {str(destination): ""})
     if later is None:
         assert find() is None and find("dropped") == "dropped"
         return

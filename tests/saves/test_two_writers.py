@@ -306,7 +306,7 @@ def test_two_writers_of_which_one_is_killed_leave_one_complete_save(bench: Bench
 @pytest.mark.parametrize("bench", ["folder, existing", "store"], indirect=True)
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 12)), max_size=12))
 @examples(60)
-def test_any_order(bench: Bench, turns: list[tuple[str, int]]) -> None:
+def test_two_writers_in_any_order_leave_one_complete_save(bench: Bench, turns: list[tuple[str, int]]) -> None:
     def order(stepper: Stepper) -> None:
         for name, steps in turns:
             stepper.run(name, steps)

@@ -299,7 +299,7 @@ SEARCHED = [None, "", ":", ".", f"code:{os.path.dirname(os.__file__)}"]
 
 
 @pytest.mark.parametrize("searched", params(SEARCHED[::3], SEARCHED, str))
-def test_a_writer_executes_no_code_of_the_working_directory(
+def test_a_writer_runs_no_code_of_the_current_folder(
     searched: str | None, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other users may have written files there, named like Python's modules and the package."""
@@ -321,16 +321,16 @@ def test_a_writer_executes_no_code_of_the_working_directory(
 
 @pytest.mark.parametrize("kind", ["snapshot", "failed", "one of two nodes"])
 def test_memory_with_the_only_copy_is_not_freed(kind: str, run: Run) -> None:
-    made = run.write_save(tag="written")
+    save = run.write_save(tag="written")
     if kind == "snapshot":
         run.save(tag="last", destinations={})
     elif kind == "failed":
         (run.folder / "file").write_text("no folder")
         run.save("file", tag="last")
     else:
-        made = replace(made, node=1, nodes=2)
-        made.write_record()
-        made.note("done", {run.destination: "on the first node"})
+        save = replace(save, node=1, nodes=2)
+        save.write_record()
+        save.note("done", {run.destination: "on the first node"})
         shutil.rmtree(run.destination)
     writer = SaveWriter(run.job, 0.1)
     writer._is_finished = True
@@ -369,7 +369,7 @@ def test_a_tag_that_another_job_publishes_before_the_rename_is_kept(
 ) -> None:
     """NFS cannot lock the folder in which writers rename, nor exchange two folders."""
     run.write_save()
-    made, other, rename = run.save(), Run(run.folder, run.destination, memory="other", name="other"), publishing._rename
+    save, other, rename = run.save(), Run(run.folder, run.destination, memory="other", name="other"), publishing._rename
     published = [other.save() for _ in range(3)][-1]  # with other weights
     acts = [other.write]
 
@@ -381,7 +381,7 @@ def test_a_tag_that_another_job_publishes_before_the_rename_is_kept(
     monkeypatch.setattr(publishing, "_lock_folder", lambda _: nullcontext())
     monkeypatch.setattr(publishing, "_rename", rename_late)
     assert run.write() and other.holds(published)
-    assert "another job has published this tag" in made.read("refused")[run.destination]
+    assert "another job has published this tag" in save.read("refused")[run.destination]
 
 
 def test_leftovers_of_a_dead_job_are_removed_after_a_day(run: Run) -> None:

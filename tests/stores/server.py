@@ -19,7 +19,7 @@ OPTIONS = {"key": "tests", "secret": "tests", "client_kwargs": {"region_name": "
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """A request: method, path, byte range (None: the whole object), bytes of the answer."""
 
     method: str
@@ -31,8 +31,8 @@ class Asked:
 Fault = Callable[[dict[str, Any]], str | None]
 """Returns the fault for a request's environment, or None.
 
-A status, a status with a code (``400 ExpiredToken``), ``truncate``, ``reset``, ``slow``, or ``lost``: the request is
-carried out without an answer.
+A status, a status with a code (``400 ExpiredToken``), ``truncate``, ``reset``, ``slow``, or ``lost``: the server
+executes the request without an answer.
 """
 
 
@@ -41,12 +41,12 @@ class Server:
     """A running server.
 
     Attributes:
-        asked: the answered requests.
+        requests: the answered requests.
         fault: chooses the fault of each request.
     """
 
     port: int = 0
-    asked: list[Asked] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
     fault: Fault = lambda environ: None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -54,9 +54,9 @@ class Server:
     def options(self) -> dict[str, Any]:
         return {**OPTIONS, "endpoint_url": f"http://127.0.0.1:{self.port}"}
 
-    def gets(self, suffix: str = "") -> list[Asked]:
+    def gets(self, suffix: str = "") -> list[Request]:
         """Return the requests for objects whose path has this suffix."""
-        return [each for each in self.asked if each.method == "GET" and each.span and each.path.endswith(suffix)]
+        return [each for each in self.requests if each.method == "GET" and each.span and each.path.endswith(suffix)]
 
     @contextmanager
     def failing(self, fault: Fault) -> Iterator[None]:
@@ -108,11 +108,11 @@ class _Middleware:
         return [data[: len(data) // 2] if fault == "truncate" else data]
 
     def _note(self, environ: dict[str, Any], nbytes: int) -> None:
-        told = environ.get("HTTP_RANGE", "").removeprefix("bytes=")
-        low, _, high = told.partition("-")
-        span = (int(low), int(high) + 1) if told else None
+        requested = environ.get("HTTP_RANGE", "").removeprefix("bytes=")
+        low, _, high = requested.partition("-")
+        span = (int(low), int(high) + 1) if requested else None
         with self.server.lock:
-            self.server.asked.append(Asked(environ["REQUEST_METHOD"], environ["PATH_INFO"], span, nbytes))
+            self.server.requests.append(Request(environ["REQUEST_METHOD"], environ["PATH_INFO"], span, nbytes))
 
 
 _CODES = {
@@ -134,7 +134,7 @@ def _reset(connection: socket.socket) -> None:
 
 @contextmanager
 def serve() -> Iterator[Server]:
-    """A server while the block runs."""
+    """Run a server in the block."""
     import logging
 
     from moto.server import DomainDispatcherApplication, create_backend_app
@@ -156,7 +156,7 @@ def serve() -> Iterator[Server]:
 
 
 def make_bucket(server: Server, name: str = BUCKET) -> None:
-    """Create an empty bucket; moto keeps buckets per process, so one of another test goes first."""
+    """Create an empty bucket; moto keeps buckets per process, so an existing one is deleted."""
     for method, path in (("POST", "/moto-api/reset"), ("PUT", f"/{name}")):
         connection = http.client.HTTPConnection("127.0.0.1", server.port)
         connection.request(method, path)

@@ -1,4 +1,4 @@
-"""Checkpoints in a store: loads, conversions, exports and seals equal those of a local folder, to the bit."""
+"""Checkpoints in a store: loads, conversions, exports and seals equal results for a local folder, to the bit."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def saved(tmp_path: Path) -> Save:
 
 
 @pytest.mark.parametrize("stage", params([3], [0, 1]))
-def test_a_load_gives_every_bit(saved: Save, stage: int) -> None:
+def test_a_load_from_a_store_restores_every_bit(saved: Save, stage: int) -> None:
     _, state = saved(Topology(stage, 3 if stage else 1))
     targets = make_targets(MODEL, Topology(2, 2))
     check_content(load(open_everywhere(find_checkpoint(URL), targets), targets), state)
 
 
 @pytest.mark.parametrize("legacy", [False, True])
-def test_headers_are_those_of_local_files(saved: Save, legacy: bool) -> None:
+def test_headers_in_a_store_equal_those_of_local_files(saved: Save, legacy: bool) -> None:
     folder, _ = saved(Topology(1, 2), legacy=legacy)
     assert open_checkpoint(find_checkpoint(URL), Comm()).records == open_checkpoint(folder, Comm()).records
     for name in store.list_folder(find_checkpoint(URL)) if not legacy else ():
@@ -75,10 +75,10 @@ def test_headers_are_those_of_local_files(saved: Save, legacy: bool) -> None:
 
 
 @pytest.mark.parametrize("open_all", [open_checkpoint, seal_folder])
-def test_every_rank_knows_the_entries_that_one_has_listed(
+def test_every_rank_gets_the_entries_that_one_has_listed(
     saved: Save, open_all: Callable[[str, Comm], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of files whose headers another rank reads, and instead of older versions."""
+    """They include files whose headers another rank reads, and replace older versions."""
     saved(Topology(1, 2))
     folder = find_checkpoint(URL)
     listed = {name: entry for name, entry in store.list_folder(folder).items() if name.endswith(".pt")}
@@ -92,15 +92,15 @@ def test_every_rank_knows_the_entries_that_one_has_listed(
     assert run_ranks(2, look) == [listed, listed]
 
 
-def test_a_conversion_equals_that_to_a_folder(saved: Save, tmp_path: Path) -> None:
-    """With a large tensor, which several threads write."""
+def test_a_conversion_to_a_store_equals_one_to_a_folder(saved: Save, tmp_path: Path) -> None:
+    """It contains a large tensor that several threads write."""
     model = Model((*MODEL.params, Param("large", (1100, 1000))))
     folder, _ = saved(Topology(1, 2), model)
     options = ConvertOptions(window=16 << 20, workers=4)
     convert_checkpoint(folder, str(tmp_path / "local"), options=options)
     reports = run_ranks(2, lambda rank, comm: convert_checkpoint(URL, TO, comm=comm, options=options))
     assert read_tree(TO) == read_tree(str(tmp_path / "local"))
-    twice = len(store.read_small(f"{TO}/mp_rank_00_model_states.pt"))  # under upstream's second name as well
+    twice = len(store.read_small(f"{TO}/mp_rank_00_model_states.pt"))  # under upstream's second name, too
     assert reports[0].bytes_written == sum(map(len, read_tree(TO).values())) - twice
     assert store.read_small("memory://stores/latest_universal") == b"there"
     assert convert_checkpoint(URL, TO).reused
@@ -111,7 +111,7 @@ def test_a_conversion_equals_that_to_a_folder(saved: Save, tmp_path: Path) -> No
     )
 
 
-def test_an_export_equals_that_to_a_folder(saved: Save, tmp_path: Path) -> None:
+def test_an_export_to_a_store_equals_one_to_a_folder(saved: Save, tmp_path: Path) -> None:
     saved(Topology(3, 2))
     index = open_checkpoint(find_checkpoint(URL), Comm())
     export_safetensors(index, str(tmp_path / "local"), max_shard=20_000)
@@ -123,13 +123,13 @@ def test_an_export_equals_that_to_a_folder(saved: Save, tmp_path: Path) -> None:
         run_ranks(2, lambda rank, comm: export_safetensors(index, f"{TO}2", comm))
 
 
-def test_the_temporary_folder_of_uploads(saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error of a full disk names it. If one rank cannot create it, all ranks raise."""
+def test_an_error_in_the_temporary_folder_of_uploads_names_it(saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If one rank cannot create the folder, all ranks raise."""
     folder, _ = saved(Topology(1, 2))
     with monkeypatch.context() as patch:
         patch.setattr("deepspeed_ucp.io.disk._count_free", lambda _path: 1000)
-        told = rf"(?s)needs .*, has 1,000 bytes free.*Files are written below TMPDIR \({tempfile.gettempdir()}\)"
-        with pytest.raises(StorageError, match=told):
+        message = rf"(?s)needs .*, has 1,000 bytes free.*Files are written below TMPDIR \({tempfile.gettempdir()}\)"
+        with pytest.raises(StorageError, match=message):
             convert_checkpoint(folder, f"{URL}/converted")
     made = iter([tempfile.TemporaryDirectory])
 
@@ -147,11 +147,11 @@ def test_the_temporary_folder_of_uploads(saved: Save, monkeypatch: pytest.Monkey
 def test_a_stopped_upload_leaves_no_complete_output(
     saved: Save, monkeypatch: pytest.MonkeyPatch, stopped: int, tmp_path: Path
 ) -> None:
-    """Also before the optimizer's state and before the manifest, the last two files."""
+    """It is stopped before each file, including the last two, the optimizer's state and the manifest."""
     folder, _ = saved(Topology(1, 2))
     convert_checkpoint(folder, str(tmp_path / "local"))
     whole, put = read_tree(str(tmp_path / "local")), upload.put_file
-    for _ in range(2):  # a fresh destination, then one that is replaced
+    for _ in range(2):  # a fresh destination, then an existing one
         done: list[str] = []
         lock = threading.Lock()
 
@@ -172,7 +172,7 @@ def test_a_stopped_upload_leaves_no_complete_output(
         assert read_tree(TO) == whole
 
 
-def test_destinations_that_are_refused(saved: Save) -> None:
+def test_invalid_destinations_in_a_store_are_refused(saved: Save) -> None:
     folder, _ = saved(Topology(1, 2))
     convert_checkpoint(folder, TO)
     store.write_small(f"{TO}/thesis.tex", b"years of work")
@@ -186,8 +186,8 @@ def test_destinations_that_are_refused(saved: Save) -> None:
         convert_checkpoint(URL, "https://host/run")
 
 
-def test_files_of_others_are_left_alone(saved: Save, tmp_path: Path) -> None:
-    """Also with our names, in a store and in a folder."""
+def test_foreign_files_at_a_destination_are_kept(saved: Save, tmp_path: Path) -> None:
+    """They are kept even if they have names of the package, in a store and in a folder."""
     folder, _ = saved(Topology(1, 2))
     index, names = (
         open_checkpoint(folder, Comm()),
@@ -204,7 +204,7 @@ def test_files_of_others_are_left_alone(saved: Save, tmp_path: Path) -> None:
             assert read_tree(to) == {name: b"of others"}
 
 
-def test_a_seal(saved: Save, capsys: Any) -> None:
+def test_a_checkpoint_in_a_store_can_be_sealed_and_verified(saved: Save, capsys: Any) -> None:
     saved(Topology(1, 2))
     tag = find_checkpoint(URL)
     assert main(["verify", URL, "--seal"]) == 0
@@ -219,7 +219,7 @@ def test_a_seal(saved: Save, capsys: Any) -> None:
         assert "ucp_seal.json" not in store.list_folder(tag)
 
 
-def test_paths(saved: Save, tmp_path: Path) -> None:
+def test_paths_of_files_in_a_store(saved: Save, tmp_path: Path) -> None:
     saved(Topology(1, 2))
     with pytest.raises(CheckpointError, match="memory://stores/nowhere does not exist"):
         find_checkpoint("memory://stores/nowhere")

@@ -80,14 +80,14 @@ def check_exchange(folder: str) -> None:
 
 
 @pytest.mark.parametrize("check", [check_files, check_exchange])
-def test_small_files(check: Callable[[str], None], stored: str, tmp_path: Path) -> None:
+def test_small_files_are_written_read_and_removed(check: Callable[[str], None], stored: str, tmp_path: Path) -> None:
     check(stored)
     (tmp_path / "run" / "deep").mkdir(parents=True)
     check(str(tmp_path))
 
 
-def test_conditions_of_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Google compares generations, others ETags. Azure's listings have ETags without quotation marks."""
+def test_conditional_writes_compare_versions_of_each_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Google compares generations, other stores ETags. Azure's listings have ETags without quotation marks."""
     answer = mock.Mock(meta={"e_tag": "tag", "version": "7"}, stream=lambda _: [b"1"])
     monkeypatch.setattr(objects.obstore, "get", lambda *_: answer)
     assert objects._read_front(f"memory://{BUCKET}/file", None) == (b"1", {"e_tag": "tag", "version": "7"})
@@ -97,7 +97,7 @@ def test_conditions_of_writes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("before", [None, b"0"])
-def test_a_write_between_the_look_and_the_conditional_write(
+def test_a_conditional_write_fails_after_a_concurrent_write(
     before: bytes | None, stored: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, read, seen = f"{stored}/{before}", objects._read_front, list[str]()
@@ -118,7 +118,7 @@ def test_a_write_between_the_look_and_the_conditional_write(
 
 
 @pytest.mark.parametrize("size", params([0, 1, 8 << 20, (20 << 20) + 3], [(8 << 20) - 1]))
-def test_an_upload(size: int, stored: str, tmp_path: Path) -> None:
+def test_uploads_of_any_size_keep_their_bytes(size: int, stored: str, tmp_path: Path) -> None:
     path, url = tmp_path / "file", f"{stored}/file"
     path.write_bytes(CONTENT * (size // len(CONTENT)) + CONTENT[: size % len(CONTENT)])
     for _ in range(2):
@@ -141,7 +141,7 @@ def test_a_wrong_size_after_an_upload_is_an_error(stored: str, tmp_path: Path, m
         store.put_file(f"{stored}/file", str(tmp_path / "file"))
 
 
-def test_ranges(stored: str) -> None:
+def test_ranges_of_an_object_are_read(stored: str) -> None:
     url, into = f"{stored}/file", bytearray(700)
     store.write_small(url, CONTENT)
     with store.open_stored(url) as file:
@@ -156,36 +156,38 @@ def test_ranges(stored: str) -> None:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """The offset and number of bytes of each request."""
-    asked, fill = list[tuple[int, int]](), objects.RemoteFile.fill
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """List of the offset and number of bytes of each request."""
+    requests, fill = list[tuple[int, int]](), objects.RemoteFile.fill
 
     def note(self: Any, views: list[memoryview], offset: int) -> None:
-        asked.append((offset, sum(view.nbytes for view in views)))
+        requests.append((offset, sum(view.nbytes for view in views)))
         fill(self, views, offset)
 
     monkeypatch.setattr(objects.RemoteFile, "fill", note)
-    return asked
+    return requests
 
 
-def test_blocks_of_a_header(stored: str, asked: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """No block is requested twice, in whatever order they are read."""
+def test_each_block_of_a_header_is_requested_once(
+    stored: str, requests: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order of reads does not matter."""
     url = f"{stored}/file"
     store.write_small(url, CONTENT)
     monkeypatch.setattr(objects, "_HEAD", 64)
     monkeypatch.setattr(objects, "_BLOCK", 16)
     with store.open_regular(url) as stream:
         stream.read_ahead([(305, 10), (9000, 3), (340, 20), (370, 1)])
-        assert sorted(asked) == [(304, 80), (8992, 16)]
+        assert sorted(requests) == [(304, 80), (8992, 16)]
         for nbytes, offset in ((30, 310), (60, 300), (5, 100), (700, 0), (1, 9999), (9, 10_000)):
             assert stream.read_at(nbytes, offset) == CONTENT[offset : offset + nbytes]
         stream.seek(-4, 2)
         assert stream.read() == CONTENT[-4:]
-    assert sum(nbytes for _, nbytes in asked) == sum(map(len, stream._blocks.values()))
+    assert sum(nbytes for _, nbytes in requests) == sum(map(len, stream._blocks.values()))
 
 
 @pytest.mark.parametrize("size", [63, 64, 65, 127, 128, 129])
-def test_a_small_file_whose_ends_meet_is_read_whole(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_smaller_than_two_blocks_is_read_by_one_request(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "_HEAD", 64)
     monkeypatch.setattr(objects, "_BLOCK", 16)
     url = f"memory://{BUCKET}/ends{size}"
@@ -196,14 +198,14 @@ def test_a_small_file_whose_ends_meet_is_read_whole(size: int, monkeypatch: pyte
         assert sum(map(len, stream._blocks.values())) == size
 
 
-def test_consecutive_ranges_are_read_by_one_request(stored: str, asked: list[tuple[int, int]]) -> None:
+def test_consecutive_ranges_are_joined_to_one_request(stored: str, requests: list[tuple[int, int]]) -> None:
     url = f"{stored}/record"
     store.write_small(url, CONTENT)
     into = bytearray(960)
     reads = [read_of(item(0, low, 60, 0, low)) for low in range(0, 960, 60)]
     with RecordReader(Records.of([(0, 10, 960, None)]), [FileRef(url, len(CONTENT))], joined=300) as reader:
         checks = reader.read_parallel(reads, [MemorySink(memoryview(into))], 3)
-    assert sorted(nbytes for _, nbytes in asked) == [60, 300, 300, 300] and bytes(into) == CONTENT[10:970]
+    assert sorted(nbytes for _, nbytes in requests) == [60, 300, 300, 300] and bytes(into) == CONTENT[10:970]
     sums = {(low, zlib.crc32(into[low : low + 60])) for low in range(0, 960, 60)}
     assert {(check.offset, check.crc) for check in checks} == sums
 
@@ -243,7 +245,7 @@ def test_an_object_that_is_replaced_by_one_of_its_size_is_refused(read: Callable
 
 
 def test_an_object_that_is_replaced_between_two_reads_is_refused(stored: str) -> None:
-    """Also if only its size was known before."""
+    """It is refused even if only its size was known before."""
     url, into = f"{stored}/file", memoryview(bytearray(9))
     for size, data in ((len(CONTENT), CONTENT[::-1]), (None, CONTENT[:-1])):
         store.write_small(url, CONTENT)
@@ -255,7 +257,7 @@ def test_an_object_that_is_replaced_between_two_reads_is_refused(stored: str) ->
                 file.read([into], 0)
 
 
-def test_entries_that_another_process_has_listed_are_known(stored: str) -> None:
+def test_entries_that_another_process_has_listed_are_used(stored: str) -> None:
     store.write_small(f"{stored}/a", CONTENT)
     listed = store.list_folder(stored)
     objects._known.clear()
@@ -267,7 +269,7 @@ def test_entries_that_another_process_has_listed_are_known(stored: str) -> None:
         read_file(f"{stored}/a")
 
 
-def test_markers_of_folders_are_not_files(stored: str) -> None:
+def test_markers_of_folders_are_not_listed_as_files(stored: str) -> None:
     client, key = objects.connect(f"{stored}/run", writing=True)
     objects.obstore.put(client, key, b"")
     store.write_small(f"{stored}/run/a", b"1")

@@ -1,4 +1,4 @@
-"""S3 servers that fail, throttle, cut answers or refuse, and wrong options and credentials."""
+"""S3 servers that fail, throttle, truncate answers or refuse, and wrong options and credentials."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fault", params(["500", "reset", "truncate"], PASSING))
-def test_a_load_is_retried(fault: str, server: Server, saved: State) -> None:
+def test_requests_of_a_load_are_retried(fault: str, server: Server, saved: State) -> None:
     targets = make_targets(SMALL, Topology(3, 2))
     with server.failing(fail_first(1, fault, having="optim")):
         check_content(load(open_everywhere(find_checkpoint(f"s3://{BUCKET}/run"), targets), targets), saved)
@@ -85,7 +85,7 @@ def test_a_conditional_write_is_retried(fault: str, server: Server) -> None:
 
 
 @pytest.mark.usefixtures("few")
-def test_a_store_without_conditions_gets_plain_writes(server: Server) -> None:
+def test_a_store_without_conditional_writes_gets_plain_writes(server: Server) -> None:
     def refuse(environ: dict[str, Any]) -> str | None:
         return "501 NotImplemented" if {"HTTP_IF_MATCH", "HTTP_IF_NONE_MATCH"} & environ.keys() else None
 
@@ -95,14 +95,14 @@ def test_a_store_without_conditions_gets_plain_writes(server: Server) -> None:
         assert not store.exchange_small(url, b"3", b"1") and store.read_small(url) == b"2"
 
 
-def test_a_read_that_is_cut_continues_where_it_stopped(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each answer has half of the missing bytes. Attempts with progress do not count."""
+def test_a_truncated_read_continues_after_the_received_bytes(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer has half of the missing bytes. An attempt with progress does not count."""
     monkeypatch.setattr(objects, "ATTEMPTS", 2)
     monkeypatch.setattr(objects, "_PIECE", 1000)
     url, into = f"s3://{BUCKET}/cut", bytearray(len(CONTENT) - 1000)
     store.write_small(url, CONTENT)
     store.find_entry(url)
-    server.asked.clear()
+    server.requests.clear()
     wanted = (len(into) >> step for step in range(1, 6))
     with server.failing(lambda environ: "truncate" if next(wanted, None) else None), store.open_stored(url) as file:
         file.read([memoryview(into)], 1000)
@@ -114,7 +114,7 @@ def test_a_read_that_is_cut_continues_where_it_stopped(server: Server, monkeypat
 
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("fault", ["503 SlowDown", "truncate", "reset"])
-def test_a_store_that_keeps_failing_is_an_error_with_a_remedy(fault: str, server: Server, saved: State) -> None:
+def test_a_permanently_failing_store_is_an_error_with_a_remedy(fault: str, server: Server, saved: State) -> None:
     folder = find_checkpoint(f"s3://{BUCKET}/run")
     with server.failing(fail_first(99, fault, having="optim")), pytest.raises(CheckpointError) as error:
         open_checkpoint(folder, Comm())
@@ -138,7 +138,7 @@ def test_a_refusal_is_not_retried(fault: str, server: Server, saved: State) -> N
             assert len(seen) == 1
 
 
-def test_a_missing_bucket_is_not_an_empty_folder(server: Server, saved: State) -> None:
+def test_a_missing_bucket_is_an_error(server: Server, saved: State) -> None:
     """A mistyped bucket must not restart training. A folder may be created by the first save."""
     with pytest.raises(CheckpointError, match="does not exist"):
         find_checkpoint(f"s3://{BUCKET}/nowhere")
@@ -153,30 +153,30 @@ def test_a_missing_bucket_is_not_an_empty_folder(server: Server, saved: State) -
             write("s3://no-such-bucket/file", b"")
 
 
-def test_requests_are_few(server: Server, tmp_path: Path) -> None:
-    """A load reads few more bytes than the state has. A header takes two requests, the size of a file none."""
+def test_the_number_of_requests_of_a_load_is_bounded(server: Server, tmp_path: Path) -> None:
+    """A load reads only slightly more bytes than the state. A header needs two requests, a file's size no request."""
     state = random_state(LARGE, 3)
     write_checkpoint(tmp_path, LARGE, state, Topology(1, 2))
     put_folder(tmp_path, f"s3://{BUCKET}/large")
-    server.asked.clear()
+    server.requests.clear()
     tag = find_tag(f"s3://{BUCKET}/large", None, Comm())
     index = open_checkpoint(f"s3://{BUCKET}/large/{tag}", Comm())
-    others = [(each.method, each.path) for each in server.asked if not each.span]
+    others = [(each.method, each.path) for each in server.requests if not each.span]
     listing = ("GET", f"/{BUCKET}")
     assert others.count(listing) <= 2 and len(others) <= 5 and not [path for _, path in others if path.endswith(".pt")]
     for file in index.files:
         gets = server.gets(os.path.basename(file.path))
         assert 1 <= len(gets) <= 2 and sum(each.nbytes for each in gets) <= 1 << 17
-    server.asked.clear()
-    targets, sizes = make_targets(LARGE, Topology(3, 3)), {"chunk": 4 << 20, "window": 64 << 20}  # as in a run
+    server.requests.clear()
+    targets, sizes = make_targets(LARGE, Topology(3, 3)), {"chunk": 4 << 20, "window": 64 << 20}  # the defaults
     check_content(load(open_everywhere(find_checkpoint(f"s3://{BUCKET}/large"), targets), targets, **sizes), state)
     gets, nbytes = server.gets(".pt"), sum(each.nbytes for held in state.atoms.values() for each in held.values())
     assert nbytes <= sum(each.nbytes for each in gets) <= 1.05 * nbytes
-    assert not [each for each in server.asked if each.method == "HEAD" and each.path.endswith(".pt")]
+    assert not [each for each in server.requests if each.method == "HEAD" and each.path.endswith(".pt")]
 
 
-def test_a_large_file_is_sent_in_parts(server: Server, tmp_path: Path) -> None:
-    """In parts of bounded size, which are in memory. A failed upload leaves none."""
+def test_a_large_file_is_uploaded_in_parts(server: Server, tmp_path: Path) -> None:
+    """Parts have a bounded size, because they are in memory. A failed upload leaves no parts."""
     sizes, path = list[int](), tmp_path / "large"
     path.write_bytes(bytes(20 << 20))
 
@@ -187,13 +187,13 @@ def test_a_large_file_is_sent_in_parts(server: Server, tmp_path: Path) -> None:
     with server.failing(note):
         store.put_file(f"s3://{BUCKET}/parts", str(path))
     assert sorted(sizes) == [4 << 20, 8 << 20, 8 << 20]
-    server.asked.clear()
+    server.requests.clear()
     with (
         server.failing(fail_first(99, "403 AccessDenied", method="PUT")),
         pytest.raises(PermissionError, match="check the credentials"),
     ):
         store.put_file(f"s3://{BUCKET}/refused", str(path))
-    assert [each.method for each in server.asked if "refused" in each.path][-1] == "DELETE"
+    assert [each.method for each in server.requests if "refused" in each.path][-1] == "DELETE"
 
 
 def test_expired_credentials_are_renewed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,8 +224,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / ".aws"
 
 
-def test_profiles(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Profiles are read if neither options nor the environment have credentials."""
+def test_profiles_supply_credentials(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read only if neither options nor the environment have credentials."""
     assert clients._find_aws_provider(None) is None
     (home / "credentials").write_text(
         "[default]\naws_access_key_id=one\naws_secret_access_key=s\n"
@@ -265,7 +265,7 @@ OPTIONS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("url", "options", "config"), OPTIONS, ids=lambda each: str(each)[:30])
-def test_options_have_the_names_of_fsspec(
+def test_storage_options_have_the_names_of_fsspec(
     url: str, options: dict[str, Any], config: dict[str, Any], home: Path
 ) -> None:
     with use_options(options):
@@ -275,7 +275,7 @@ def test_options_have_the_names_of_fsspec(
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "text"),
     [
         ({"endpoint": "http://h"}, "'endpoint' is not supported; did you mean 'endpoint_url'"),
         ({"client_kwargs": {"verify": False}}, "'verify' is not supported; there are key, secret, token, anon"),
@@ -283,8 +283,8 @@ def test_options_have_the_names_of_fsspec(
     ],
     ids=str,
 )
-def test_unknown_options_are_refused(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_unknown_storage_options_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
         store.set_storage_options(options)
 
 
@@ -299,20 +299,20 @@ def test_an_invalid_url_is_refused(home: Path) -> None:
             find_checkpoint(url)
 
 
-def test_a_forked_process_is_refused(server: Server) -> None:
-    """It would wait forever, without obstore's threads."""
+def test_a_store_in_a_forked_process_is_refused(server: Server) -> None:
+    """It lacks obstore's threads and would wait forever."""
     store.write_small(f"s3://{BUCKET}/forked", b"1")
-    ours, theirs = os.pipe()
+    reader, writer = os.pipe()
     child = os.fork()
     if not child:
         try:
             store.read_small(f"s3://{BUCKET}/forked")
         except UcpError as error:
-            os.write(theirs, str(error).encode())
+            os.write(writer, str(error).encode())
         finally:
             os._exit(0)
-    os.close(theirs)
-    assert "does not survive a fork: start processes that use stores with `spawn`" in os.read(ours, 1000).decode()
+    os.close(writer)
+    assert "does not survive a fork: start processes that use stores with `spawn`" in os.read(reader, 1000).decode()
     os.waitpid(child, 0)
     assert store.read_small(f"s3://{BUCKET}/forked") == b"1"
 

@@ -39,7 +39,7 @@ class Plain(http.server.SimpleHTTPRequestHandler):
 
 
 class Ranged(Plain):
-    """A server with byte ranges, as most are."""
+    """A server with byte ranges, like most servers."""
 
     protocol_version = "HTTP/1.1"
 
@@ -58,7 +58,7 @@ class Ranged(Plain):
 
 
 class Chunked(Ranged):
-    """Sends index pages without their length, as nginx does."""
+    """Sends index pages without their length, like nginx."""
 
     def list_directory(self, path: Any) -> Any:
         page = super().list_directory(path)
@@ -81,7 +81,7 @@ class Tagged(Ranged):
 
 
 class Shifted(Ranged):
-    """Answers with other bytes than requested, and their correct range, as a cache may."""
+    """Answers with other bytes than requested, and their correct range, like some caches."""
 
     def send_head(self) -> Any:
         if self.headers.get("Range") == "bytes=1000-5999":
@@ -109,7 +109,7 @@ class Moved(Ranged):
 
 
 class Odd(Ranged):
-    """Lists links that lead to no file of the folder."""
+    """Lists links to files outside the folder."""
 
     def list_directory(self, path: Any) -> Any:
         links = b"".join(b'<a href="%s">odd</a>' % link for link in (b"http://[", b"%2e%2e/", b"./", b"//else/run/x"))
@@ -187,7 +187,7 @@ def read_parts(url: str) -> None:
 
 
 @pytest.mark.parametrize("handler", params([Chunked, Tagged], [Ranged]))
-def test_a_load_from_an_index_page(handler: type[Plain], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_load_reads_a_web_server(handler: type[Plain], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = random_state(MODEL, 5)
     write_checkpoint(tmp_path / "run", MODEL, state, Topology(1, 3))
     with serve(tmp_path, handler) as url:
@@ -218,7 +218,7 @@ def test_a_redirection_is_followed(folder: Path) -> None:
         read_parts(url.replace("/run", "/there"))
 
 
-def test_headers_of_the_options_are_sent(folder: Path) -> None:
+def test_headers_in_the_storage_options_are_sent(folder: Path) -> None:
     with serve(folder, Closed) as url:
         for work in (read_parts, find_checkpoint, read_latest):
             with pytest.raises(CheckpointError, match="check the credentials"):
@@ -228,7 +228,7 @@ def test_headers_of_the_options_are_sent(folder: Path) -> None:
             assert store.list_folder(url)["a file#1"].size == len(CONTENT)
 
 
-def test_a_dead_link_hides_no_other_file(tmp_path: Path) -> None:
+def test_a_dead_link_does_not_hide_other_files(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "run", MODEL, random_state(MODEL, 5), Topology(1, 2))
     (tmp_path / "run" / "gone").symlink_to("nowhere")
     (path / "zero_pp_rank_9_mp_rank_00_optim_states.pt").symlink_to("nowhere")
@@ -238,7 +238,7 @@ def test_a_dead_link_hides_no_other_file(tmp_path: Path) -> None:
         assert open_checkpoint(f"{url}/{path.name}", Comm()).atoms
 
 
-def test_a_tree_has_all_of_its_folders_or_fails(folder: Path) -> None:
+def test_a_listing_fails_if_a_subfolder_cannot_be_listed(folder: Path) -> None:
     for name in ("open/deep/file", "open/other", "closed/file"):
         (folder / "run" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "run" / name).write_bytes(b"12")
@@ -258,18 +258,18 @@ def test_folders_without_end_are_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("handler", [Cut, ChunkedCut])
-def test_a_page_that_is_cut_is_an_error(handler: type[Plain], folder: Path) -> None:
-    """Files that it does not list would count as missing."""
+def test_a_truncated_index_page_is_an_error(handler: type[Plain], folder: Path) -> None:
+    """Otherwise unlisted files would count as missing."""
     with serve(folder, handler) as url, pytest.raises(OSError, match=f"failed {objects.ATTEMPTS} times"):
         store.list_folder(url)
 
 
-def test_links_that_lead_elsewhere_are_ignored(folder: Path) -> None:
+def test_links_to_files_outside_the_folder_are_ignored(folder: Path) -> None:
     with serve(folder, Odd) as url:
         assert store.list_folder(url).keys() == {"a file#1"}
 
 
-def test_a_failure_does_not_mean_absence(folder: Path) -> None:
+def test_an_error_of_the_server_does_not_count_as_absence(folder: Path) -> None:
     with use_options({}), pytest.raises(CheckpointError, match="failed 8 times.*refused.*network"):
         find_checkpoint("http://127.0.0.1:1/run")
     with serve(folder, Ranged) as url, pytest.raises(CheckpointError, match="does not exist"):
@@ -277,10 +277,10 @@ def test_a_failure_does_not_mean_absence(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("handler", [Ranged, Tagged])
-def test_a_file_that_is_replaced_is_refused(
+def test_a_file_that_is_replaced_during_a_read_is_refused(
     handler: type[Plain], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By its ETag, or by its size and the time of its last change."""
+    """The ETag, or size and modification time, reveal the replacement."""
     into = memoryview(bytearray(10))
     for known in (False, True):
         with serve(folder, handler) as url:
@@ -294,7 +294,7 @@ def test_a_file_that_is_replaced_is_refused(
                     file.read([into], 5)
 
 
-def test_certificates_are_checked(folder: Path) -> None:
+def test_certificates_of_web_servers_are_checked(folder: Path) -> None:
     with serve(folder, Ranged, make_context(make_certificate(folder))) as url:
         with pytest.raises(CheckpointError):
             read_parts(url)

@@ -1,1 +1,1 @@
-"""Reading, checksums."""
+"""Reads and checksums."""

@@ -1,4 +1,4 @@
-"""Compare records with their checksums after reads of any parts by any ranks."""
+"""Comparison of records with their checksums after reads of any parts by any ranks."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def file(tmp_path: Path) -> FileRef:
 
 @examples(100)
 @given(cuts=st.lists(st.integers(1, 499), max_size=12), size=st.integers(1, 5), seed=st.integers(0, 5))
-def test_any_cut_over_any_ranks_adds_up(cuts: list[int], size: int, seed: int) -> None:
-    """Two records, each cut anywhere, the parts in any order on any rank; a wrong part is found on every rank."""
+def test_checksums_of_parts_on_any_ranks_are_combined(cuts: list[int], size: int, seed: int) -> None:
+    """The parts of two records are in any order on any ranks. A wrong part is an error on every rank."""
     index = make_index([record_of(0, 500), record_of(500, 1000)])
     edges = [0, *sorted(set(cuts)), 500]
     parts = [check(number, *span, 500 * number) for number in (0, 1) for span in pairwise(edges)]
@@ -66,7 +66,7 @@ def test_any_cut_over_any_ranks_adds_up(cuts: list[int], size: int, seed: int) -
     assert "absent.pt: the 500 bytes at 0 have CRC32" in str(found[0])
 
 
-def test_the_message_names_file_place_and_both_checksums(file: FileRef) -> None:
+def test_an_error_names_file_offset_and_both_checksums(file: FileRef) -> None:
     stored = isal_zlib.crc32(DATA[30:50])
     with pytest.raises(CheckpointError) as error:
         verify([Checked(0, 0, 20, 0x1234)], make_index([record_of(30, 50)], file))
@@ -87,7 +87,7 @@ def test_the_message_names_file_place_and_both_checksums(file: FileRef) -> None:
 )
 @pytest.mark.parametrize("size", [1, 3])
 def test_gaps_and_overlaps_are_read_again(file: FileRef, spans: list[tuple[int, int]], more: int, size: int) -> None:
-    """By the rank that answers for the record; the first two ranks have read something."""
+    """The record's owner reads them; the first two ranks have read parts."""
     record = record_of(100, 150)
     parts = [check(0, low, high, 100) for low, high in spans]
     index = make_index([record], file)
@@ -96,7 +96,7 @@ def test_gaps_and_overlaps_are_read_again(file: FileRef, spans: list[tuple[int, 
         verify(parts, make_index([record._replace(crc=1)], file))
 
 
-def test_whole_records_can_be_asked_for(file: FileRef) -> None:
+def test_verification_of_whole_records_can_be_required(file: FileRef) -> None:
     index = make_index([record_of(0, 10), record_of(10, 40), record_of(40, 50)], file)
     assert verify_records(index, [0, 1], Comm()) == 40
 

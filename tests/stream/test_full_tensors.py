@@ -1,4 +1,4 @@
-"""Full tensors equal the tensors that were cut, for every pattern, topology and range."""
+"""Full tensors equal the original tensors before the cut, for every pattern, topology and range."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from deepspeed_ucp.tensor_parallel.kinds import ShardH
 from deepspeed_ucp.tensor_parallel.rules import from_config
 from tests.support.damage import flip_bit
 from tests.support.reshard import examples, open_everywhere, temporary_folder
-from tests.support.reshard3d import Held, draw_state, make_config, make_plain, open_held, rules_of, trips
+from tests.support.reshard3d import SavedRun, draw_state, make_config, make_plain, open_run, rules_of, trips
 from tests.support.wholes import check_atoms, read_whole
 from tests.synth import Topology, write_files
 from tests.synth.files import build_local_files
@@ -30,9 +30,9 @@ from tests.synth.files import build_local_files
 
 @given(trip=trips(), step=st.sampled_from((None, 1, 5, 64)))
 @examples(120)
-def test_union_is_the_inverse_of_the_cut(trip: Any, step: int | None) -> None:
+def test_full_tensors_are_the_inverse_of_the_cut(trip: Any, step: int | None) -> None:
     with temporary_folder() as folder:
-        index = open_held(trip.source, folder)
+        index = open_run(trip.source, folder)
         wholes = assemble_full_tensors(index, rules_of(trip.source))
         assert not any(key.state == COPY and index.find(key.name, MASTER, key.instance) for key in wholes.tensors)
         with AtomReader(index) as reader:
@@ -41,14 +41,14 @@ def test_union_is_the_inverse_of_the_cut(trip: Any, step: int | None) -> None:
         verify_reads(checks, index, Comm())
 
 
-def make_plain_source(tp: int, kinds: tuple[str, ...] = ("norm", "row", "qkv", "column")) -> Held:
+def make_plain_source(tp: int, kinds: tuple[str, ...] = ("norm", "row", "qkv", "column")) -> SavedRun:
     return draw_state(make_plain(kinds), Topology(1, 2, tp=tp))
 
 
 def test_every_source_byte_is_read_once(tmp_path: Path) -> None:
-    held = make_plain_source(2)
-    index = open_held(held, tmp_path)
-    wholes = assemble_full_tensors(index, rules_of(held))
+    saved_run = make_plain_source(2)
+    index = open_run(saved_run, tmp_path)
+    wholes = assemble_full_tensors(index, rules_of(saved_run))
     checks = list[Checked]()
     with AtomReader(index) as reader:
         for whole in wholes.tensors.values():
@@ -59,9 +59,9 @@ def test_every_source_byte_is_read_once(tmp_path: Path) -> None:
 
 
 def test_adjacent_items_are_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small parameters that lie side by side in a partition."""
-    held = draw_state(make_plain(("norm", "column", "bias")), Topology(1, 1))
-    index = open_held(held, tmp_path)
+    """For example, small parameters that are adjacent in a partition."""
+    saved_run = draw_state(make_plain(("norm", "column", "bias")), Topology(1, 1))
+    index = open_run(saved_run, tmp_path)
     wholes = assemble_full_tensors(index)
     calls: list[int] = []
     real = os.preadv
@@ -76,13 +76,13 @@ def test_adjacent_items_are_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(calls) == groups < len(wants)
 
 
-def test_a_differing_replica_is_named(tmp_path: Path) -> None:
-    held = make_plain_source(2)
-    locals_ = held.locals
+def test_a_differing_replica_is_an_error_with_its_name(tmp_path: Path) -> None:
+    saved_run = make_plain_source(2)
+    locals_ = saved_run.locals
     locals_[1].state.atoms["body.norm"]["fp32"][3] += 1
-    write_files(tmp_path, build_local_files(locals_, held.topology))
-    index = open_everywhere(tmp_path, held.make_targets())
-    wholes = assemble_full_tensors(index, rules_of(held))
+    write_files(tmp_path, build_local_files(locals_, saved_run.topology))
+    index = open_everywhere(tmp_path, saved_run.make_targets())
+    wholes = assemble_full_tensors(index, rules_of(saved_run))
     with (
         AtomReader(index) as reader,
         pytest.raises(MismatchError, match=r"body\.norm \(fp32\).*ranks 0 and 1.*element 3"),
@@ -90,13 +90,13 @@ def test_a_differing_replica_is_named(tmp_path: Path) -> None:
         read_whole(reader, wholes.tensors[AtomKey("body.norm", MASTER)])
 
 
-def test_partial_is_the_mean(tmp_path: Path) -> None:
-    held = make_plain_source(2)
-    locals_ = held.locals
+def test_a_partial_pattern_gives_the_mean(tmp_path: Path) -> None:
+    saved_run = make_plain_source(2)
+    locals_ = saved_run.locals
     locals_[1].state.atoms["body.norm"]["fp32"] += 1
-    write_files(tmp_path, build_local_files(locals_, held.topology))
-    index = open_everywhere(tmp_path, held.make_targets())
-    patterns = dict(make_config(held.model).patterns or {})
+    write_files(tmp_path, build_local_files(locals_, saved_run.topology))
+    index = open_everywhere(tmp_path, saved_run.make_targets())
+    patterns = dict(make_config(saved_run.model).patterns or {})
     patterns["rules"] = [
         {"match": r".*\.norm", "pattern": "partial"} if rule["match"] == r".*\.norm" else rule
         for rule in patterns["rules"]
@@ -109,30 +109,29 @@ def test_partial_is_the_mean(tmp_path: Path) -> None:
 
 
 def test_unknown_patterns_are_refused_with_suggested_rules(tmp_path: Path) -> None:
-    index = open_held(make_plain_source(2), tmp_path)
+    index = open_run(make_plain_source(2), tmp_path)
     with pytest.raises(MismatchError, match=r"body\.row.*not known|not known.*body\.row"):
         assemble_full_tensors(index)
 
 
-def test_patterns_of_whole_tensors_are_kept(tmp_path: Path) -> None:
-    """A later load may cut them."""
-    held = make_plain_source(1)
-    wholes = assemble_full_tensors(open_held(held, tmp_path), rules_of(held))
+def test_patterns_of_whole_tensors_are_kept_for_later_cuts(tmp_path: Path) -> None:
+    saved_run = make_plain_source(1)
+    wholes = assemble_full_tensors(open_run(saved_run, tmp_path), rules_of(saved_run))
     assert wholes.patterns["body.row"] == ShardH()
     assert wholes.tensors[AtomKey("body.row", MASTER)].view is None
 
 
 def test_a_rule_that_contradicts_a_whole_shape_is_refused(tmp_path: Path) -> None:
-    index = open_held(make_plain_source(1), tmp_path)
+    index = open_run(make_plain_source(1), tmp_path)
     with pytest.raises(MismatchError, match=r"body\.norm"):
         assemble_full_tensors(index, from_config([{"match": r"body\.norm", "pattern": "shard-h"}]))
 
 
 @pytest.mark.parametrize("place", ["atom", "padding"])
-def test_a_flipped_bit_is_found(tmp_path: Path, place: str) -> None:
-    """In an atom's bytes, and in padding that no atom holds."""
-    held = draw_state(make_plain(("norm",)), Topology(1, 2))
-    index = open_held(held, tmp_path)
+def test_a_flipped_bit_is_detected_in_a_full_tensor(tmp_path: Path, place: str) -> None:
+    """It is in an atom's bytes, or in padding outside all atoms."""
+    saved_run = draw_state(make_plain(("norm",)), Topology(1, 2))
+    index = open_run(saved_run, tmp_path)
     whole = assemble_full_tensors(index).tensors[AtomKey("body.norm", MASTER)]
     last = whole.atom.shards[0].list_fragments(whole.atom.state)[-1]
     padded = last.offset + last.numel * 4 < index.records[last.record].nbytes
@@ -145,11 +144,11 @@ def test_a_flipped_bit_is_found(tmp_path: Path, place: str) -> None:
         verify_reads(checks, index, Comm())
 
 
-def test_the_users_rule_applies_to_equal_buffers(tmp_path: Path) -> None:
-    """Zeros of the first step must not decide how it is assembled."""
-    held = make_plain_source(2)
-    index = open_held(held, tmp_path)
-    rules = make_config(held.model).patterns["rules"]
+def test_the_users_rule_applies_to_buffers_that_are_equal_on_all_ranks(tmp_path: Path) -> None:
+    """Equal zeros of a first step must not determine the pattern."""
+    saved_run = make_plain_source(2)
+    index = open_run(saved_run, tmp_path)
+    rules = make_config(saved_run.model).patterns["rules"]
     shapes = []
     for more in ([], [{"match": r".*\.count", "pattern": "shard-v"}]):
         wholes = assemble_full_tensors(index, from_config([*rules, *more]))
@@ -158,8 +157,8 @@ def test_the_users_rule_applies_to_equal_buffers(tmp_path: Path) -> None:
 
 
 def test_copies_without_masters_are_kept(tmp_path: Path) -> None:
-    """The weights of a folder that has lost its masters are these copies."""
-    with_masters = open_held(draw_state(make_plain(("norm", "column")), Topology(1, 2, precision="bf16")), tmp_path)
+    """They are the weights of a folder without files of masters."""
+    with_masters = open_run(draw_state(make_plain(("norm", "column")), Topology(1, 2, precision="bf16")), tmp_path)
     copies = {key for key in with_masters.atoms if key.state == COPY}
     assert copies
     assert not copies & assemble_full_tensors(with_masters).tensors.keys()

@@ -20,7 +20,7 @@ MODEL = Model(tuple(Param(f"w{number}", (7, 5)) for number in range(24)))
 
 
 def list_pairs(index: AtomicIndex, monkeypatch: pytest.MonkeyPatch, rank: int = 0, size: int = 1) -> list[Pair]:
-    """The masters and copies that a rank compares."""
+    """List the masters and copies that a rank compares."""
     found: list[Pair] = []
     comm = mock.Mock(rank=rank, size=size, run=lambda work: work())
     monkeypatch.setattr(duplicates, "compare_pairs", lambda _, pairs, *others: found.extend(pairs))

@@ -1,1 +1,1 @@
-"""Helpers that several folders of tests share: synthesised checkpoints, ranks in one process, engines."""
+"""Helpers of several folders of tests: synthesised checkpoints, ranks in one process, engines."""

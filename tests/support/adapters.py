@@ -33,7 +33,7 @@ def make_base(*, tied: bool = False) -> Any:
 
 
 def make_peft(*, tied: bool = False, **lora: Any) -> PeftModel:
-    """A model whose adapter is not zero."""
+    """Make a model with a non-zero adapter."""
     model = get_peft_model(make_base(tied=tied), LoraConfig(init_lora_weights=False, **lora))
     torch.manual_seed(1)
     for name, param in model.named_parameters():

@@ -11,7 +11,7 @@ from deepspeed_ucp.convert import ConvertOptions, convert_index
 from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.tensor_parallel.rules import from_config
 from tests.support.reshard import PATIENT, FakeTarget, open_everywhere
-from tests.support.reshard3d import Held, make_config, make_pipeline, make_plain
+from tests.support.reshard3d import SavedRun, make_config, make_pipeline, make_plain
 
 PIPELINE = make_pipeline([["column", "norm", "router", "row"], ["qkv", "experts"], ["gate_up", "bias"]])
 PLAIN = make_plain(["column", "norm", "router", "qkv_uneven", "few", "word", "row"], frozen=["router", "row"])
@@ -25,6 +25,6 @@ def convert(source: Path, targets: Sequence[FakeTarget], config: UniversalConfig
     return index, out
 
 
-def convert_run(held: Held, folder: Path) -> tuple[AtomicIndex, Path]:
+def convert_run(held: SavedRun, folder: Path) -> tuple[AtomicIndex, Path]:
     """Write a run below a folder, and convert it."""
     return convert(held.write(folder / "tag"), held.make_targets(), make_config(held.model))

@@ -1,4 +1,4 @@
-"""Conversion of a checkpoint in a folder, as ``ds_ucp convert`` does it."""
+"""Conversion of a checkpoint in a folder, like ``ds_ucp convert``."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def cover(*factors: Sequence[Any], strength: int = 2, where: Callable[..., bool]
     """Return rows in which every `strength` factors take all their combinations; deterministic and greedy.
 
     Args:
-        where: returns True for combinations of all factors that make sense.
+        where: returns True for valid combinations of all factors.
     """
     rows = [row for row in product(*(range(len(factor)) for factor in factors)) if where(*pick(factors, row))]
     columns = list(combinations(range(len(factors)), min(strength, len(factors))))

@@ -1,4 +1,4 @@
-"""Work that is killed: in a forked child that dies by SIGKILL right before its n-th system call, or half-way."""
+"""Work in a forked child that is killed by SIGKILL right before its n-th system call, or in the middle of a write."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CALLS = tuple((os, name) for name in _CHANGING)
 Calls = Sequence[tuple[object, str]]
 
 _ALARM = 600
-"""Seconds after which a child that hangs is killed; a busy machine takes less."""
+"""Seconds after which a hung child is killed; a busy machine needs less."""
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def intercept(act: Callable[[int, str, tuple[Any, ...]], None], calls: Calls = C
 
 
 def run_child(work: Callable[[], object]) -> int:
-    """Run ``work`` in a forked child. Returns minus the number of the signal that ended it, or 0.
+    """Run ``work`` in a forked child. Return minus the number of the signal that ended it, or 0.
 
     Raises:
         AssertionError: the child raised an error.
@@ -76,7 +76,7 @@ def run_child(work: Callable[[], object]) -> int:
 
 
 def run_dying(work: Callable[[], object], at: int, *, torn: bool = False, calls: Calls = CALLS) -> bool:
-    """Run ``work`` in a child that is killed at call number ``at``. Returns False if it ended before.
+    """Run ``work`` in a child that is killed at call number ``at``. Return False if it ended before.
 
     Args:
         torn: write half of the bytes of a write before.
@@ -135,5 +135,5 @@ def list_calls(work: Callable[[], object], calls: Calls = CALLS) -> list[str]:
 
 
 def list_writes(work: Callable[[], object]) -> list[int]:
-    """List the numbers of its calls that write, and can be torn."""
+    """List the numbers of the calls of ``work`` that write and can be torn."""
     return [number for number, name in enumerate(list_calls(work)) if "write" in name]

@@ -47,7 +47,7 @@ def make_trained(folder: Path) -> DeepSpeedDataSampler:
 
 
 def draw(sampler: DeepSpeedDataSampler) -> list[int]:
-    """Draw a batch as the sampler does on rank 0."""
+    """Draw a batch like the sampler on rank 0."""
     counts = sampler.sample_from_clusters()
     batch = [
         int(each) for number, count in enumerate(counts) for each in sampler.get_sample_from_cluster(number, count)

@@ -42,7 +42,7 @@ def flip_bit(index: AtomicIndex, name: str, state: str, offset: int | None = Non
 
 @contextmanager
 def write_checksums(on: bool) -> Iterator[None]:
-    """Context manager in which torch writes checksums, or none."""
+    """Context manager that makes torch write checksums, or omit them."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(on)
     try:

@@ -14,7 +14,7 @@ def list_open(part: str) -> list[int]:
     """
     found = []
     for number in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # it was the listing's own, or another thread's
+        with suppress(FileNotFoundError):  # closed since: the descriptor of the listing, or another thread's
             link = f"/proc/self/fd/{number}"
             found += [os.stat(link).st_ino] * (part in os.readlink(link))
     return found

@@ -27,7 +27,7 @@ ZERO1 = Topology(1, 3)
 PLAIN = Model((Param("a", (7, 13)), Param("b", (5, 7), group=1), Param("frozen", (3, 3), frozen=True)))
 STATES = "mp_rank_00_model_states.pt"
 REFUSED = {"refused": True}
-"""A state that no scheduler takes."""
+"""A state that `Scheduler` refuses."""
 
 
 class Scheduler:
@@ -50,7 +50,7 @@ class Restored(Scheduler):
 
 
 class Lion(torch.optim.Optimizer):
-    """One moment, a step that is a plain number, and a note that is neither."""
+    """An optimizer with one moment, a step that is a plain number, and a note."""
 
     def __init__(self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99)) -> None:
         super().__init__(params, {"lr": lr, "betas": betas})
@@ -65,7 +65,7 @@ class Lion(torch.optim.Optimizer):
 
 
 class Eager(Lion):
-    """Makes its state at construction, as torch's Adagrad did, and relies on it."""
+    """Creates its state at construction, like torch's Adagrad before, and requires it."""
 
     def __init__(self, params: Any, lr: float = 1e-4) -> None:
         super().__init__(params, lr)
@@ -78,7 +78,7 @@ class Eager(Lion):
 
 
 class UpstreamEngine:
-    """The part of an engine that is used before its buffers are."""
+    """The part of an engine that a load uses before its buffers."""
 
     optimizer = lr_scheduler = None
 
@@ -151,7 +151,7 @@ def check_loaded(targets: list[FakeTarget], state: State, local: Mapping[int, Lo
 
 
 def have_memory(monkeypatch: pytest.MonkeyPatch, much: bool) -> None:
-    """Make buffers that cannot be recomputed be filled in separate memory, or in a second pass."""
+    """Set if buffers that cannot be recomputed are filled in separate memory, or in a second pass."""
     monkeypatch.setattr(transfer, "measure_available", lambda: 1 << 40 if much else 0)
 
 
@@ -170,7 +170,7 @@ def check_untouched(target: FakeTarget) -> None:
 def run_refused(
     index: AtomicIndex, targets: list[FakeTarget], config: UniversalConfig | None = None, *, changed: bool = False
 ) -> tuple[type, str]:
-    """Return the one error that a load raises on all ranks, which leaves the engines as they were."""
+    """Return the one error that a load raises on all ranks; check that the engines are unchanged."""
     results = World(len(targets)).run(lambda rank, comm: run_load(index, targets[rank], comm, config))
     for target in () if changed else targets:
         check_untouched(target)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.extensions.experts.names import is_expert
 from tests.support.cases import Case, states
-from tests.support.reshard3d import KINDS, Held, draw_state, expect, make_layer
+from tests.support.reshard3d import KINDS, SavedRun, draw_state, expect, make_layer
 from tests.synth import ExpertLayer, Layer, Model, Param, Topology, contiguous, interleaved
 from tests.synth.files import list_model_writers
 from tests.synth.stages import Placement
@@ -127,12 +127,12 @@ SHARDED = ("column", "row", "gate_up", "columns_uneven", "qkv", "bias", "norm")
 class ExpertTrip:
     """A run with experts, and the topology that resumes it; `written`: DeepSpeed saves all its model states."""
 
-    source: Held
+    source: SavedRun
     target: Topology
     chunk: int
 
     @property
-    def wanted(self) -> Held:
+    def wanted(self) -> SavedRun:
         """The target after the load."""
         return expect(self.source, self.target)
 

@@ -50,7 +50,7 @@ def open_model(
 
 
 def load_all(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of an export, by the library."""
+    """Read all tensors of an export by the safetensors library."""
     return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
 
 
@@ -62,14 +62,14 @@ def check_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 
 
 def read_all(folder: Path) -> dict[str, Any]:
-    """Everything in a checkpoint of torch.distributed.checkpoint, as torch nests it."""
+    """Read all contents of a checkpoint of torch.distributed.checkpoint, nested like torch."""
     tree: dict[str, Any] = {}
     _load_state_dict(tree, dcp.FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
     return tree
 
 
 def save_trained(folder: Path, topology: Topology, *, scheduled: bool = False, **options: Any) -> Path:
-    """A run of :mod:`tests.support.fsdp_run`'s model as DeepSpeed would have saved it, exported."""
+    """Save a run of :mod:`tests.support.fsdp_run`'s model in DeepSpeed's format, and export it."""
     model, optimizer = fsdp_run.build()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1) if scheduled else None
     for step in range(3):

@@ -77,7 +77,7 @@ def make_tree(model: Model, state: State, *, flat: bool = False) -> dict[str, An
 
 
 def write_dcp(folder: Path, tree: Any, cut: Callable[[torch.Tensor], Sequence[int]]) -> None:
-    """Write files of torch.distributed.checkpoint as ranks with cut tensors do.
+    """Write files of torch.distributed.checkpoint like ranks with cut tensors.
 
     Args:
         cut: number of parts of a tensor by dimension; part n of the tensor is in the file of rank n.
@@ -130,7 +130,7 @@ def _accelerate(folder: Path, model: Model, state: State) -> None:
 
 
 def _full(folder: Path, model: Model, state: State) -> None:
-    """Write as Accelerate does under FSDP with FULL_STATE_DICT."""
+    """Write like Accelerate under FSDP with FULL_STATE_DICT."""
     tree = make_tree(model, state)
     torch.save(tree["model"], folder / "pytorch_model_fsdp.bin")
     torch.save(tree["optim"], folder / "optimizer.bin")

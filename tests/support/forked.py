@@ -54,6 +54,6 @@ def _run(script: str, arguments: list[str], logs: list[str], environment: dict[s
     vars(importlib.import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: None  # as in worlds
     try:
         runpy.run_path(script, run_name="__main__")
-    finally:  # as an interpreter ends; multiprocessing leaves the second one out
+    finally:  # like the exit of an interpreter; multiprocessing omits the second call
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()

@@ -33,7 +33,7 @@ class Failing:
 
 @contextmanager
 def without_collector() -> Iterator[Failing]:
-    """Context manager in which only objects without references are freed."""
+    """Context manager without garbage collection: only objects without references are freed."""
     gc.disable()
     try:
         yield Failing()

@@ -17,7 +17,7 @@ from tests.synth import Layer, Model, Param, Run, State, Topology, build_local_f
 
 ALIGNMENT = 64
 SMALL = 64
-"""Bytes up to which records are written, for 0-dim tensors to be readable."""
+"""Largest record that is written in full, so 0-dim tensors are readable."""
 
 
 class _Storage:

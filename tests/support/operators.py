@@ -44,7 +44,7 @@ def update(
 
 
 class CpuAdam:
-    """``cpu_adam.cpp``; the arguments are those of the operator."""
+    """``cpu_adam.cpp``, with the arguments of the operator."""
 
     def __init__(self) -> None:
         self.decoupled: dict[int, bool] = {}

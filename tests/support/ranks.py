@@ -34,7 +34,7 @@ class World:
     """Ranks that run one after the other, until each has reached the same collective.
 
     Args:
-        order: in which the ranks run; rank order by default.
+        order: order of the ranks; rank order by default.
     """
 
     def __init__(self, size: int, order: Sequence[int] | None = None) -> None:

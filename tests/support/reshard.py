@@ -66,7 +66,7 @@ LIVE_LR = 0.125
 """Learning rate of fresh optimizers."""
 
 CHUNK = 64
-"""Bytes per block: small, so that every case has many requests and rounds."""
+"""Bytes per block. A small number gives every case many requests and rounds."""
 
 PATIENT = UniversalConfig(threads=1)
 
@@ -338,7 +338,7 @@ def prepare_all(index: AtomicIndex, targets: Sequence[FakeTarget]) -> list[Loade
 
 
 def load(index: AtomicIndex, targets: Sequence[FakeTarget], **options: Any) -> list[Loaded]:
-    """Load a checkpoint into all ranks of a run; `options` are those of `Options`."""
+    """Load a checkpoint into all ranks of a run; `options` are fields of `Options`."""
     chosen = Options(**options)
     return run_ranks(len(targets), lambda rank, comm: load_rank(index, targets[rank], comm, chosen), order=chosen.order)
 

@@ -157,8 +157,8 @@ def fit_model(model: Model, topology: Topology) -> Model:
 
 
 @dataclass(frozen=True)
-class Held:
-    """A run with a state, by model-parallel rank; ``model`` has the padding of this topology."""
+class SavedRun:
+    """A synthesised run with its state, by model-parallel rank; ``model`` has the padding of this topology."""
 
     model: Model
     topology: Topology
@@ -168,7 +168,7 @@ class Held:
     def locals(self) -> dict[int, Local]:
         return split(self.model, self.state, self.topology, cut_dense if self.topology.folds_experts else cut)
 
-    def equalize(self) -> Held:
+    def equalize(self) -> SavedRun:
         """Return the run with equal copies of each parameter on all stages."""
         atoms = {name: self.state.atoms[name.partition("#")[0]] for name in self.state.atoms}
         return replace(self, state=replace(self.state, atoms=atoms))
@@ -203,15 +203,15 @@ class Held:
         return found
 
 
-def draw_state(model: Model, topology: Topology, seed: int = 0, **options: Any) -> Held:
+def draw_state(model: Model, topology: Topology, seed: int = 0, **options: Any) -> SavedRun:
     """Draw a run with a random state; copies of one parameter have different states."""
     fitted = fit_model(model, topology)
-    return Held(
+    return SavedRun(
         fitted, topology, random_state(fitted, seed, precision=topology.precision, topology=topology, **options)
     )
 
 
-def expect(source: Held, topology: Topology) -> Held:
+def expect(source: SavedRun, topology: Topology) -> SavedRun:
     """Return the run of another topology after it has loaded the source, independent of the package."""
     model = fit_model(source.model, topology)
     old, new = instance_names(source.model, source.topology), instance_names(model, topology)
@@ -224,11 +224,11 @@ def expect(source: Held, topology: Topology) -> Held:
             atoms[name] = {key: fit_rows(value, param.shape) for key, value in source.state.atoms[origin].items()}
             if origin in source.state.scalars:
                 scalars[name] = source.state.scalars[origin]
-    return Held(model, topology, State(atoms, scalars, source.state.groups))
+    return SavedRun(model, topology, State(atoms, scalars, source.state.groups))
 
 
-def is_saved(source: Held, name: str) -> bool:
-    """Return True if a copy is in the files: without masters, a layer without a file has none."""
+def is_saved(source: SavedRun, name: str) -> bool:
+    """Return True if a copy is in the files: without masters, a layer without a file has no copy."""
     plain, _, number = name.partition("#")
     if source.topology.kind != "raw" or not number or not plain.startswith("tied_modules."):
         return True
@@ -261,14 +261,14 @@ def fit_rows(value: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 # -- loading ----------------------------------------------------------------------------------------------------------
 
 
-def open_held(held: Held, folder: Path, run: Run | None = None) -> AtomicIndex:
+def open_run(saved_run: SavedRun, folder: Path, run: Run | None = None) -> AtomicIndex:
     """Write and open, with the names that a stage-0 source needs."""
-    held.write(folder, run)
-    return open_everywhere(folder, held.make_targets())
+    saved_run.write(folder, run)
+    return open_everywhere(folder, saved_run.make_targets())
 
 
-def rules_of(held: Held) -> Any:
-    return from_config(make_config(held.model).patterns)
+def rules_of(saved_run: SavedRun) -> Any:
+    return from_config(make_config(saved_run.model).patterns)
 
 
 def load_all(
@@ -286,7 +286,7 @@ def load_all(
 
 
 def load_wanted(
-    folder: Path, wanted: Held, config: UniversalConfig, **options: Any
+    folder: Path, wanted: SavedRun, config: UniversalConfig, **options: Any
 ) -> tuple[AtomicIndex, list[Loaded]]:
     """Open and load on every rank of a run; check every byte in memory and every byte that is read."""
     index, ranks = load_all(folder, wanted.make_targets(), config, **options)
@@ -295,14 +295,14 @@ def load_wanted(
     return index, ranks
 
 
-def resume(source: Held, topology: Topology, folder: Path, **options: Any) -> tuple[Held, list[Loaded]]:
+def resume(source: SavedRun, topology: Topology, folder: Path, **options: Any) -> tuple[SavedRun, list[Loaded]]:
     """Write the source, and load it into another topology with :func:`load_wanted`."""
     source.write(folder)
     wanted = expect(source, topology)
     return wanted, load_wanted(folder, wanted, make_config(source.model), **options)[1]
 
 
-def edit(source: Held, change: Callable[[Mapping[int, Local]], None], folder: Path) -> Path:
+def edit(source: SavedRun, change: Callable[[Mapping[int, Local]], None], folder: Path) -> Path:
     """Write a checkpoint whose ranks hold values that no state describes."""
     held = source.locals
     change(held)
@@ -310,7 +310,7 @@ def edit(source: Held, change: Callable[[Mapping[int, Local]], None], folder: Pa
     return folder
 
 
-def refuse(folder: Path, wanted: Held, config: UniversalConfig, kind: type[Exception], text: str) -> str:
+def refuse(folder: Path, wanted: SavedRun, config: UniversalConfig, kind: type[Exception], text: str) -> str:
     """Check that every rank raises the same error, and that nothing has changed; returns the message."""
     targets = wanted.make_targets()
     raised, message = run_refused(open_everywhere(folder, targets), targets, config)
@@ -399,7 +399,7 @@ PLAINS = [
 class Trip:
     """A source and a topology to load it into."""
 
-    source: Held
+    source: SavedRun
     target: Topology
     options: dict[str, Any] = field(default_factory=dict)
 

@@ -10,7 +10,7 @@ from deepspeed_ucp.io.read import Checked
 from deepspeed_ucp.model.storage import AtomKey
 from deepspeed_ucp.stream.full_tensors import FullTensor
 from deepspeed_ucp.stream.reader import AtomReader
-from tests.support.reshard3d import Held
+from tests.support.reshard3d import SavedRun
 from tests.synth.stages import atom_key
 
 
@@ -34,7 +34,7 @@ def read_whole(
 def check_atoms(
     reader: AtomReader,
     wholes: Mapping[tuple[str, str], FullTensor],
-    held: Held,
+    held: SavedRun,
     step: int | None,
     checks: list[Checked] | None = None,
 ) -> int:

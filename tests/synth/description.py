@@ -46,12 +46,12 @@ class Param:
 
     @property
     def trains(self) -> bool:
-        """DeepSpeed's `is_optimized_parameter`: zero-element parameters are left out like frozen ones."""
+        """DeepSpeed's `is_optimized_parameter`: zero-element parameters are omitted like frozen ones."""
         return not self.frozen and self.numel > 0
 
     @property
     def atoms(self) -> tuple[str, ...]:
-        """The whole model's parameters in it."""
+        """The whole model's parameters in this one."""
         return self.parts or (self.name,)
 
 
@@ -252,7 +252,7 @@ class Topology:
 
     @property
     def label(self) -> str:
-        """A readable test id: zero2-bf16-dp3-round_robin, zero1-fp32-tp2-pp2-dp1."""
+        """Readable test id: zero2-bf16-dp3-round_robin, zero1-fp32-tp2-pp2-dp1."""
         known = ("round_robin", "parameter_alignment", "elastic", "data_first", "shuffled", "dealt", "cut_experts")
         options = [name for name in known if getattr(self, name)]
         options += ["ep" + ".".join(map(str, self.ep))] if self.ep else []

@@ -48,7 +48,7 @@ class RealSave:
         raise NotImplementedError
 
     def save(self, folder: Path) -> Any:
-        """Train and save. Returns the engine."""
+        """Train and save. Return the engine."""
         engine = self.make()
         for _ in range(self.steps):
             self.step(engine)

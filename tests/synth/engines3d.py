@@ -96,7 +96,7 @@ def _sharded(*shape: int) -> torch.nn.Parameter:
 
 
 class Embedding(torch.nn.Module):
-    """Of its two parameters only `word` is tied between the stages."""
+    """A module with two parameters, of which DeepSpeed ties only `word` between stages."""
 
     scale: torch.Tensor
 
@@ -184,7 +184,7 @@ def _layers(tp: int, short: bool) -> list[Any]:
 
 
 class Plain(torch.nn.Module):
-    """The same without a pipeline."""
+    """The module of `engines3d` without a pipeline."""
 
     def __init__(self, tp: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Saves by real engines with experts, DeepSpeed's own and AutoEP's, also under tensor and pipeline parallelism."""
+"""Saves by real engines with experts of DeepSpeed and AutoEP, also under tensor and pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def describe_autoep() -> Model:
 
 
 def _rename(model: Model, name: Callable[[str], str]) -> Model:
-    """Rename the parameters to those of a pipeline of four layers."""
+    """Rename the parameters for a pipeline of four layers."""
     params = [replace(param, name=name(param.name)) for param in model.params]
     params = [replace(param, alias_of=param.alias_of and name(param.alias_of)) for param in params]
     experts = tuple(replace(layer, name=name(layer.name)) for layer in model.experts)

@@ -44,7 +44,7 @@ def expert_optim_file(place: int, mp: int = 0) -> str:
 def list_expert_files(
     model: Model, owns: Sequence[Local], flats: Sequence[Sequence[Flat]], topology: Topology, run: Run, mp: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the files of single experts, and at stage 0 those of the expert-parallel ranks' optimizers."""
+    """Yield the files of single experts, and at stage 0 the expert-parallel ranks' optimizer files."""
     largest, layers = largest_degree(model, topology), held_layers(model)
     for rank, own in enumerate(owns):
         module, seat = module_state(own.model, own.state, topology), find_seat(model, topology, rank)

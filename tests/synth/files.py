@@ -37,7 +37,7 @@ def write_checkpoint(
     legacy: bool = False,
     latest: bool = True,
 ) -> Path:
-    """Write folder/tag as `save_checkpoint` does, without recovery scripts, and return its path.
+    """Write folder/tag like `save_checkpoint`, without recovery scripts, and return its path.
 
     `tag` defaults to global_step{N}; `cut` returns the tensor-parallel shards; `legacy` selects torch's non-zip format.
     """

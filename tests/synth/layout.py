@@ -70,7 +70,7 @@ class GroupLayout:
 def partition_layout(model: Model, topology: Topology) -> tuple[tuple[Flat, ...], ...]:
     """Return the flat buffers of every rank: result[rank][i], where i counts groups (sub-groups under ZeRO 3).
 
-    Stage 0 without BF16_Optimizer has only one rank's buffers, or with experts those of all ranks.
+    Stage 0 without BF16_Optimizer has only one rank's buffers, or, with experts, all ranks' buffers.
     """
     owns = own_models(model, topology)
     if not topology.partitions:

@@ -24,7 +24,7 @@ def module_state(model: Model, state: State, topology: Topology) -> OrderedDict[
             tensors.update(_views(layout, state, topology))
     result = OrderedDict((param.name, tensors[param.alias_of or param.name]) for param in model.params)
     result.update(model.buffers)
-    result._metadata = _metadata(result)  # type: ignore[attr-defined]  # as torch's state_dict() has it
+    result._metadata = _metadata(result)  # type: ignore[attr-defined]  # like torch's state_dict()
     return result
 
 

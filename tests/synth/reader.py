@@ -93,7 +93,7 @@ def _take_folded(
 def _read_module(
     path: Path, model: Model, topology: Topology, content: Mapping[str, Any], mp: int
 ) -> dict[str, torch.Tensor]:
-    """Read the module's tensors by full name; those of a pipeline's rank are in layer files."""
+    """Read the module's tensors by full name; a pipeline's rank has them in layer files."""
     if not model.layers or model.experts:
         return dict(content["module"])
     pp, tp = divmod(mp, topology.tp)
@@ -147,7 +147,7 @@ def _take(
 
 
 def _is_state(key: str, value: Any) -> bool:
-    """Return True for states; at stage 0 those of a 0-dimensional parameter have no dimension, like the step."""
+    """Return True for states; at stage 0 states of a 0-dimensional parameter are 0-dimensional, like the step."""
     return torch.is_tensor(value) and (value.dim() > 0 or key != "step")
 
 
@@ -174,7 +174,7 @@ def _take_fragments(
 
 
 def _hyper_parameters(optimizer: Mapping[str, Any], topology: Topology) -> tuple[dict[str, Any], ...]:
-    if topology.keeps_lean_states:  # an elastic checkpoint does not keep them
+    if topology.keeps_lean_states:  # an elastic checkpoint has no hyper-parameters
         return ()
     groups = _base(optimizer, topology)["param_groups"]
     return tuple({key: value for key, value in group.items() if key != "params"} for group in groups)

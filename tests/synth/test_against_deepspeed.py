@@ -121,20 +121,20 @@ EVERY_CASE = (*CASES, *CASES_3D, *CASES_MOE)
 
 @pytest.fixture(scope="module")
 def real_saves(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder per case with DeepSpeed's own save."""
+    """A folder with one DeepSpeed save per case."""
     folder = tmp_path_factory.mktemp("real")
     worlds: dict[tuple[int, ...], list[RealSave]] = {}
     for case in EVERY_CASE:
-        with_experts = isinstance(case, CaseMoE)  # these take the last engine's mpu for their own
-        tp = case.topology.tp if with_experts else 0  # and AutoTP the last one's groups
+        with_experts = isinstance(case, CaseMoE)  # these engines reuse the last engine's mpu
+        tp = case.topology.tp if with_experts else 0  # AutoTP reuses the last engine's groups
         worlds.setdefault((case.topology.mp * case.topology.dp, with_experts, tp), []).append(case)
     for (size, *_), cases in sorted(worlds.items(), key=lambda item: item[0]):
-        ucp_worlds.get(size).run(save_all, cases, folder, timeout=500)  # DeepSpeed may have to compile an optimizer
+        ucp_worlds.get(size).run(save_all, cases, folder, timeout=500)  # DeepSpeed may compile an optimizer
     return folder
 
 
 @pytest.mark.parametrize("case", EVERY_CASE, ids=lambda case: case.label)
-def test_files_equal_deepspeeds(real_saves: Path, tmp_path: Path, case: RealSave) -> None:
+def test_synthesised_files_equal_deepspeeds(real_saves: Path, tmp_path: Path, case: RealSave) -> None:
     folder = real_saves / case.label / f"global_step{case.steps}"
     real, models = _read_contents(folder), local_models(case.model, case.topology, case.cut)
     states, layers = read_locals(folder, models, case.topology), placement_of(case.model, case.topology)
@@ -172,7 +172,7 @@ def _keep_autotp(real: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
-def test_layout_equals_deepspeeds(real_saves: Path, case: Case) -> None:
+def test_synthesised_layouts_equal_deepspeeds(real_saves: Path, case: Case) -> None:
     """The atoms that the layout extracts are the engine's states at the save."""
     folder = real_saves / case.label
     state = read_state(folder / f"global_step{case.steps}", case.model, case.topology)

@@ -45,15 +45,15 @@ def follow(runs: Sequence[Run], source: np.ndarray, target: np.ndarray, writes: 
 
 def reshard(source: Layout, shards: Sequence[np.ndarray], target: Layout) -> list[np.ndarray]:
     """Build the target's shards from the source's; check that each element is written exactly once."""
-    made = []
+    shards_of_target = []
     for rank, local in enumerate(target.local_shapes):
         values = np.full(int(np.prod(local, dtype=np.int64)), -1)
         writes = np.zeros(values.size, dtype=np.int64)
         for src_rank in [0] if source.replicated else range(len(shards)):
             follow(copy_runs(source, src_rank, target, rank, 0, values.size), shards[src_rank], values, writes)
         assert (writes == 1).all()
-        made.append(values)
-    return made
+        shards_of_target.append(values)
+    return shards_of_target
 
 
 def settle(*args: Any, **options: Any) -> settling.Settled:

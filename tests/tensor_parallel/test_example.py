@@ -37,16 +37,18 @@ def example():
 @pytest.fixture(scope="module")
 def build(example):
     """Build all ranks' parameters of a preset at a degree."""
-    made = {}
+    parameters_by_degree = {}
 
     def make(preset, tp):
-        if (preset, tp) not in made:
+        if (preset, tp) not in parameters_by_degree:
             one = example.parallel.Line((0,), 0, None)
             lines = [example.parallel.Line(tuple(range(tp)), rank, None) for rank in range(tp)]
             states = [SimpleNamespace(tensor=line, sequence=one, data=one, pipe=one) for line in lines]
             config = example.config.PRESETS[preset]
-            made[preset, tp] = [dict(example.gpt.GPT(config, state).named_parameters()) for state in states]
-        return made[preset, tp]
+            parameters_by_degree[preset, tp] = [
+                dict(example.gpt.GPT(config, state).named_parameters()) for state in states
+            ]
+        return parameters_by_degree[preset, tp]
 
     return make
 

@@ -48,9 +48,7 @@ def test_kept_rows_of_one_rank() -> None:
         (Resize("w"), Partial().join([(4, 2), (4, 2)]), (6, 2), "cannot be resized"),
     ],
 )
-def test_shapes_that_a_resize_rule_cannot_produce_are_refused(
-    rule: Resize, saved: Layout, live: tuple[int, ...], words: str
-) -> None:
+def test_shapes_beyond_resize_rules_are_refused(rule: Resize, saved: Layout, live: tuple[int, ...], words: str) -> None:
     with pytest.raises(MismatchError, match=words):
         rule.fit(saved, whole(live))
 

@@ -1,4 +1,4 @@
-"""Forged pickles, readers of hostile input that raise only the package's own errors, and a comparison of objects."""
+"""Forged pickles, readers of hostile input that raise only errors of the package, and a comparison of objects."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def rebuild_zip(old: bytes, pickled: bytes) -> bytes:
 
 
 def look_at_pickle(data: bytes) -> None:
-    """Read a pickle, and write it again if it can be read."""
+    """Read a pickle and, if it is valid, write it again."""
     with suppress(UcpError):
         found = read_pickle(data, "x.pt")
         write_pickle(found.root, max(found.proto, 2))

@@ -1,4 +1,4 @@
-"""Malicious and damaged pickles and files end quickly in an error of the package."""
+"""Malicious and damaged pickles and files quickly raise an error of the package."""
 
 from __future__ import annotations
 
@@ -134,8 +134,8 @@ ALLOCATING = ("bytearray", "bytes", "a new bytearray", "an array", "an array wit
 
 
 @pytest.mark.parametrize("kind", BOMBS)
-def test_bombs_of_a_few_bytes(kind: str) -> None:
-    """Alone, and in both formats as client state, hyper-parameter, ds_config and shapes."""
+def test_small_pickles_of_huge_objects_are_refused_in_time_and_memory(kind: str) -> None:
+    """The pickle is read alone, and in both formats as client state, hyper-parameter, ds_config and shapes."""
     bomb = BOMBS[kind]
     with bounded(memory=True):
         look_at_pickle(forge(bomb))
@@ -173,7 +173,7 @@ def make_legacy(data: bytes) -> bytes:
         (("a persistent id", "a long persistent id", "a large persistent id"), ""),
     ],
 )
-def test_short_messages_name_the_cause(kinds: tuple[str, ...], words: str) -> None:
+def test_errors_about_hostile_pickles_name_the_cause(kinds: tuple[str, ...], words: str) -> None:
     for kind in kinds:
         with pytest.raises(UcpError, match=rf"x\.pt: its pickle .*{words}") as caught:
             read_pickle(forge(BOMBS[kind]), "x.pt")
@@ -194,8 +194,8 @@ COSTLY: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("kind", COSTLY)
-def test_values_that_take_quadratic_time(kind: str, tmp_path: Path) -> None:
-    """Comparing n keys with one hash takes n² steps."""
+def test_values_that_need_quadratic_time_are_refused(kind: str, tmp_path: Path) -> None:
+    """For example, a dictionary of n keys with one hash needs n² comparisons."""
     words = {"the memo": "large number in its memo", "copies of one value": "copy one value over and over"}
     path = tmp_path / MODEL_FILE
     path.write_bytes(make_zip(forge(b"}", text("client"), COSTLY[kind](), b"s")))
@@ -218,8 +218,8 @@ OUT_OF_BAND = [b"\x97", b"N\x98"]
 
 
 @pytest.mark.parametrize("code", [*EXTENSIONS, *OLD, *OUT_OF_BAND])
-def test_unsupported_instructions(code: bytes) -> None:
-    """Extension codes, INST, OBJ, persistent ids as text, strings of Python 2, out-of-band buffers."""
+def test_unsupported_instructions_of_pickles_are_refused(code: bytes) -> None:
+    """These are extension codes, INST, OBJ, persistent ids as text, strings of Python 2, and out-of-band buffers."""
     with pytest.raises(UnsupportedError, match=r"x\.pt: its pickle uses the instruction [A-Z0-9_]+"):
         read_pickle(forge(code), "x.pt")
 
@@ -232,7 +232,7 @@ def test_descriptions_of_any_value_are_short() -> None:
     assert len(list(walk(nested))) < 200
 
 
-def test_repeated_records(tmp_path: Path) -> None:
+def test_repeated_records_are_refused(tmp_path: Path) -> None:
     for name in ("data.pkl", "data/0"):
         path = tmp_path / "x.pt"
         torch.save({"w": torch.ones(4)}, path)
@@ -244,12 +244,12 @@ def test_repeated_records(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("offset", [-8, 10**6])
-def test_tensors_outside_of_their_storage(tmp_path: Path, offset: int) -> None:
+def test_tensors_outside_of_their_storage_are_refused(tmp_path: Path, offset: int) -> None:
     path = tmp_path / MODEL_FILE
     torch.save({"module": {"w": torch.ones(4)}}, path)
     file = read_header(str(path))
-    made = file.tree["module"]["w"].made
-    made.parts[1] = (made.parts[1][0], offset, *made.parts[1][2:])
+    call = file.tree["module"]["w"].made
+    call.parts[1] = (call.parts[1][0], offset, *call.parts[1][2:])
     data = bytearray(path.read_bytes())
     path.write_bytes(rebuild_zip(bytes(data), write_pickle(file.tree)))
     with pytest.raises(CheckpointError, match="a tensor at -8|not all there"):
@@ -260,7 +260,7 @@ STATES = [torch.bfloat16, torch.float16, torch.int8, torch.int16, torch.uint8, t
 
 
 def open_changed(folder: Path, change: Callable[[dict[str, Any]], object]) -> Any:
-    """Open a checkpoint whose optimizer's state dict is changed."""
+    """Open a checkpoint with a changed state dict of the optimizer."""
     files = build_files(MODEL, random_state(MODEL, 0), Topology(1))
     optim = next(content for name, content in files.items() if "optim_states" in name)
     change(optim["optimizer_state_dict"]["base_optimizer_state"])
@@ -270,20 +270,20 @@ def open_changed(folder: Path, change: Callable[[dict[str, Any]], object]) -> An
 
 @pytest.mark.parametrize("shape", [(), (1,)], ids=str)
 @pytest.mark.parametrize("dtype", STATES, ids=str)
-def test_states_of_one_element_of_every_dtype(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_one_element_states_are_read_in_every_dtype(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     one = torch.ones(shape, dtype=dtype)
     index = open_changed(tmp_path, lambda base: [entries.update(counted=one) for entries in base["state"].values()])
     assert {scalars["counted"] for scalars in index.scalars.values()} == {1}
     assert index.scalar_dtypes["counted"] == str(dtype).removeprefix("torch.")
 
 
-def own_function() -> None:
+def script_function() -> None:
     """A value of a hyper-parameter."""
 
 
 @pytest.mark.parametrize(
     "value",
-    [own_function, dict, torch.nn.Linear, torch.float16, [len]],
+    [script_function, dict, torch.nn.Linear, torch.float16, [len]],
     ids=["function", "dict", "Linear", "dtype", "list"],
 )
 def test_functions_and_classes_in_a_param_group_can_be_sent(tmp_path: Path, value: Any) -> None:
@@ -293,16 +293,16 @@ def test_functions_and_classes_in_a_param_group_can_be_sent(tmp_path: Path, valu
 
 
 def test_all_names_are_checked_before_deepspeed_loads_a_file(tmp_path: Path) -> None:
-    run = Run(client_state={"foo": own_function, "bar": [time.sleep]})
+    run = Run(client_state={"foo": script_function, "bar": [time.sleep]})
     write_files(tmp_path, build_files(MODEL, random_state(MODEL, 0), Topology(1), run))
     index = open_checkpoint(str(tmp_path), Comm(), Naming(GROUPS))
-    with pytest.raises(UnsupportedError, match=r"consent \(.*own_function, time\.sleep\).*trust_pickle"):
+    with pytest.raises(UnsupportedError, match=r"consent \(.*script_function, time\.sleep\).*trust_pickle"):
         check_trusted(index.globals)
-    with torch.serialization.safe_globals([own_function, time.sleep]):
+    with torch.serialization.safe_globals([script_function, time.sleep]):
         check_trusted(index.globals)
 
 
-def test_deepspeed_files_are_trusted(tmp_path: Path) -> None:
+def test_classes_in_deepspeeds_files_are_allowed(tmp_path: Path) -> None:
     topologies = (Topology(0), Topology(2, 2, "fp16"), Topology(1, 2, "bf16", "bf16"), Topology(3, 2))
     for number, topology in enumerate(topologies):
         state = random_state(MODEL, 0, precision=topology.precision)
@@ -312,12 +312,12 @@ def test_deepspeed_files_are_trusted(tmp_path: Path) -> None:
 
 @examples(100)
 @given(st.lists(st.sampled_from(sorted(BOMBS.values()) + [bytes([code]) for code in range(256)]), max_size=12))
-def test_any_instructions(parts: list[bytes]) -> None:
+def test_random_instructions_raise_only_errors_of_the_package(parts: list[bytes]) -> None:
     look_at_pickle(forge(*parts))
 
 
 @pytest.mark.parametrize("offset", [-(2**70), -1, 2**70])
-def test_a_directory_that_points_outside_of_the_file(tmp_path: Path, offset: int) -> None:
+def test_a_zip_directory_with_offsets_outside_of_the_file_is_refused(tmp_path: Path, offset: int) -> None:
     torch.save({"a": torch.ones(3)}, tmp_path / MODEL_FILE)
     with (tmp_path / MODEL_FILE).open("rb") as stream:
         entries = zipfile.ZipFile(stream).infolist()

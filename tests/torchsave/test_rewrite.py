@@ -67,7 +67,7 @@ class Stack(list):
 
 
 class Custom:
-    """An object with its own state."""
+    """An object with a custom state."""
 
     def __init__(self, value):
         self.value = value
@@ -80,7 +80,7 @@ class Custom:
 
 
 class Keyed:
-    """Made with keyword arguments (NEWOBJ_EX)."""
+    """An object created with keyword arguments (NEWOBJ_EX)."""
 
     def __new__(cls, *, value):
         made = super().__new__(cls)
@@ -92,7 +92,7 @@ class Keyed:
 
 
 class Refilled:
-    """__reduce__ with all five parts."""
+    """An object whose __reduce__ returns all five parts."""
 
     def __init__(self, first):
         self.first, self.items, self.pairs = first, [], {}
@@ -108,15 +108,15 @@ class Refilled:
 
 
 def make_refilled():
-    made = Refilled((1, 2))
-    made.items, made.pairs, made.marked = [3, [4]], {"a": 5, (6,): 7}, True
-    return made
+    refilled = Refilled((1, 2))
+    refilled.items, refilled.pairs, refilled.marked = [3, [4]], {"a": 5, (6,): 7}, True
+    return refilled
 
 
 def make_attributed(kind, *args, **attributes):
-    made = kind(*args)
-    made.__dict__.update(attributes)
-    return made
+    instance = kind(*args)
+    instance.__dict__.update(attributes)
+    return instance
 
 
 def make_cycles():
@@ -226,7 +226,7 @@ def rewrite(folder, value, **options):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 @pytest.mark.parametrize("case", CASES)
-def test_every_type_of_object(case, legacy, tmp_path):
+def test_a_rewritten_file_loads_every_type_of_object(case, legacy, tmp_path):
     if not (legacy and case == "untyped"):
         value = {"value": CASES[case](), "again": 1}
         assert_same(*rewrite(tmp_path, value, _use_new_zipfile_serialization=not legacy))
@@ -234,7 +234,7 @@ def test_every_type_of_object(case, legacy, tmp_path):
 
 @pytest.mark.parametrize("protocol", range(6))
 @pytest.mark.parametrize("case", [name for name in CASES if name not in ("tensors", "untyped", "module")])
-def test_every_protocol(case, protocol):
+def test_pickles_of_every_protocol_are_rewritten(case, protocol):
     value = CASES[case]()
     old = pickle.dumps(value, protocol)
     found = read_pickle(old, "x.pt")
@@ -261,7 +261,7 @@ def test_rewriting_runs_no_code(tmp_path):
     assert (tmp_path / "sprung").exists()  # like the old file
 
 
-def test_classes_need_not_be_importable(tmp_path, monkeypatch):
+def test_rewriting_needs_no_importable_classes(tmp_path, monkeypatch):
     module = types.ModuleType("training_script")
     exec("class Progress:\n    pass", module.__dict__)
     module.Progress.__module__ = "training_script"
@@ -297,6 +297,6 @@ def test_storages_are_copied_in_pieces_and_verified(checked, tmp_path, monkeypat
         b"\x80\x02h\x05.",
     ],
 )
-def test_damaged_pickles(data):
+def test_damaged_pickles_are_not_rewritten(data):
     with pytest.raises(CheckpointError, match=r"x\.pt: its pickle cannot be read"):
         read_pickle(data, "x.pt")

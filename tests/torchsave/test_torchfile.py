@@ -50,7 +50,7 @@ def rewrite(path: Path, change: Callable[[str, bytes], Iterable[bytes]], kind: i
     ],
     ids=str,
 )
-def test_tensors_of_every_dtype(tmp_path: Path, legacy: bool, dtype: torch.dtype) -> None:
+def test_headers_locate_tensors_of_every_dtype(tmp_path: Path, legacy: bool, dtype: torch.dtype) -> None:
     base = torch.arange(12).to(dtype)
     path = save(tmp_path / "x.pt", {"whole": base, "view": base[4:10].view(2, 3)}, legacy)
     header, data = read_header(str(path)), path.read_bytes()
@@ -65,8 +65,8 @@ def test_tensors_of_every_dtype(tmp_path: Path, legacy: bool, dtype: torch.dtype
 
 
 @FORMATS
-def test_scalars_cycles_and_objects(tmp_path: Path, legacy: bool) -> None:
-    """One-element tensors have their bytes unless their dtype is unknown, or a bit of the tensor negates them."""
+def test_headers_contain_scalars_cycles_and_inert_objects(tmp_path: Path, legacy: bool) -> None:
+    """One-element tensors contain their bytes, unless their dtype is unknown or the negation bit is set."""
     content: dict[str, Any] = {"a": torch.tensor(2.5), "b": [torch.tensor(7)], "c": (torch.ones(3)[1],), "list": []}
     content["odd"], content["bit"] = torch.tensor(1.0, dtype=torch.float8_e4m3fnuz), torch._neg_view(torch.tensor(2.0))
     content["param"], content["sparse"] = torch.nn.Parameter(torch.ones(2)), torch.eye(2).to_sparse()
@@ -86,7 +86,7 @@ def test_scalars_cycles_and_objects(tmp_path: Path, legacy: bool) -> None:
     assert isinstance(tree["sparse"], PickledObject)
 
 
-def test_a_changed_byte_in_the_pickle_or_a_scalar_is_found(tmp_path: Path) -> None:
+def test_a_changed_byte_in_the_pickle_or_a_scalar_is_detected(tmp_path: Path) -> None:
     path = save(tmp_path / "x.pt", {"step": torch.tensor(3.0), "w": torch.ones(4)})
     whole = path.read_bytes()
     header = read_header(str(path))
@@ -129,7 +129,7 @@ def test_compressed_zips_are_refused(tmp_path: Path) -> None:
         read_header(str(path))
 
 
-def test_a_save_that_could_not_pickle_its_objects(tmp_path: Path) -> None:
+def test_a_save_that_failed_to_pickle_is_refused(tmp_path: Path) -> None:
     """Such a save leaves a valid zip without a pickle."""
     path = tmp_path / "x.pt"
     with pytest.raises(TypeError, match="cannot pickle"):
@@ -139,8 +139,8 @@ def test_a_save_that_could_not_pickle_its_objects(tmp_path: Path) -> None:
 
 
 @FORMATS
-def test_unsupported_tensors_are_marked(tmp_path: Path, legacy: bool) -> None:
-    """Not refused yet: DeepSpeed's own load in the same topology supports them."""
+def test_unsupported_tensors_are_marked_in_the_header(tmp_path: Path, legacy: bool) -> None:
+    """Reading does not refuse them, because DeepSpeed's load in the same topology supports them."""
     odd, conj = torch.ones(4).to(torch.float8_e4m3fnuz), torch.ones(2, dtype=torch.complex64).conj()
     tensors = {"w": torch.ones(4, 3).t(), "v": torch.ones(2), "odd": odd, "conj": conj, "neg": conj.imag.contiguous()}
     tensors["bit"] = torch._neg_view(torch.nn.Parameter(torch.ones(2)))
@@ -160,7 +160,7 @@ def test_one_row_is_contiguous_with_any_stride(tmp_path: Path, stride: tuple[int
 
 
 def repeat_end(path: Path, block: int = 512) -> bytes:
-    """Return the bytes behind the last whole block, which another rank that writes the same file appends."""
+    """Return the bytes after the last whole block, which another writer of the same file appends."""
     data = path.read_bytes()
     return data[len(data) // block * block :]
 
@@ -207,8 +207,8 @@ def test_a_legacy_file_is_read_in_growing_steps(front: int, tmp_path: Path, monk
     assert sizes.count(1000) == 1
 
 
-def test_a_different_end_behind_a_file_is_refused(tmp_path: Path) -> None:
-    """DeepSpeed's fast writer leaves one if it saves into a longer file, because it does not truncate."""
+def test_other_bytes_after_the_end_of_a_file_are_refused(tmp_path: Path) -> None:
+    """DeepSpeed's fast writer leaves them in a longer file, which it does not truncate."""
     path, other = (
         save(tmp_path / name, {"weights": torch.full((300,), value)}) for name, value in (("a", 1), ("b", 2))
     )
@@ -229,7 +229,7 @@ def test_datastates_files_are_refused(tmp_path: Path) -> None:
         read_header(str(path))
 
 
-# -- many files of few forms in one file: each form is parsed once, with the same results and errors ------------------
+# -- the cache of forms: each form of pickle in a file is parsed once, with equal results and errors ------------------
 
 SHAPES = ((64, 6), (7,), (1,), (), (0, 3), (900,))
 Parts = list[tuple[int, int]]
@@ -237,7 +237,7 @@ Parts = list[tuple[int, int]]
 
 @pytest.fixture(scope="module")
 def written() -> tuple[bytes, Parts]:
-    """Three rounds of tensors with several shapes and dtypes, and of other values."""
+    """Three rounds of tensors with several shapes and dtypes, and other values."""
     data, parts = b"", []
     for number in range(3):
         values = [torch.randn(shape) + number for shape in SHAPES]
@@ -276,8 +276,8 @@ def test_each_form_is_parsed_once(
     assert len(opened) == kinds + 2 * 3  # numbers, pairs of tensors and empty tensors are not cached
 
 
-def test_damage_is_found_with_the_cache_too(written: tuple[bytes, Parts], tmp_path: Path) -> None:
-    """Only damage in local headers of other records, which the cache does not need, may go unnoticed."""
+def test_damage_is_detected_with_the_cache_of_forms(written: tuple[bytes, Parts], tmp_path: Path) -> None:
+    """Only damage in local headers of other records, which the cache does not need, may be undetected."""
     data, parts = written
     draw = np.random.default_rng(0)
     kinds = len(parts) // 3

@@ -1,4 +1,4 @@
-"""Reading a file runs none of its code, wherever the code is."""
+"""Reading a file never runs code of its pickles."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Evil:
 
 
 class Holder:
-    """An object with attributes only."""
+    """An object that has only attributes."""
 
     def __init__(self, **attributes: Any) -> None:
         vars(self).update(attributes)
@@ -76,7 +76,7 @@ class Stated(Holder):
 
 
 class Listed(Holder, list[Any]):
-    """An object with items too."""
+    """An object with attributes and items."""
 
 
 def touch(path: str) -> None:
@@ -203,7 +203,7 @@ FORGED = {
 
 
 @pytest.mark.parametrize("kind", FORGED)
-def test_forged_pickles_run_nothing(tmp_path: Path, kind: str) -> None:
+def test_forged_pickles_run_no_code(tmp_path: Path, kind: str) -> None:
     mark = tmp_path / MARK
     data = FORGED[kind](mark)
     pickletools.dis(data, out=io.StringIO())  # it is well-formed
@@ -215,7 +215,7 @@ def test_forged_pickles_run_nothing(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     "name", ["os.system", "builtins.eval", "torch.load", "torch.ops", "torch._C", "numpy.load", "a.b.c"]
 )
-def test_globals_are_names(name: str) -> None:
+def test_globals_are_read_as_names(name: str) -> None:
     module, _, attribute = name.rpartition(".")
     found = read_pickle(forge(text(module), text(attribute), b"\x93", b"K\x01K\x02\x86R"), "x.pt")
     assert isinstance(found.root, PickledObject)
@@ -223,7 +223,7 @@ def test_globals_are_names(name: str) -> None:
     assert list(found.list_uses()[0]) == [Global(module, attribute)]
 
 
-def test_a_storage_type_is_not_a_storage() -> None:
+def test_a_storage_type_in_place_of_a_storage_is_refused() -> None:
     assert isinstance(read_pickle(forge(b"ctorch\nFloatStorage\n", b"K\x05\x85R"), "x.pt").root, PickledObject)
 
 
@@ -234,10 +234,10 @@ def test_persistent_ids_of_another_kind_are_refused(pid: bytes) -> None:
 
 
 def test_inert_objects_can_be_sent_between_ranks() -> None:
-    made = read_pickle(forge(b"cos\nsystem\n", text("x"), b"\x85R"), "x.pt").root
-    again = pickle.loads(pickle.dumps(made))
-    assert (again.kind, again.args, again.state, again.items) == (made.kind, made.args, made.state, made.items)
-    assert again.parts == made.parts
+    inert = read_pickle(forge(b"cos\nsystem\n", text("x"), b"\x85R"), "x.pt").root
+    again = pickle.loads(pickle.dumps(inert))
+    assert (again.kind, again.args, again.state, again.items) == (inert.kind, inert.args, inert.state, inert.items)
+    assert again.parts == inert.parts
 
 
 def save_and_read(folder: Path, value: Any, *, legacy: bool = False) -> Any:
@@ -246,15 +246,15 @@ def save_and_read(folder: Path, value: Any, *, legacy: bool = False) -> Any:
     return read_header(str(folder / "x.pt")).tree["value"]
 
 
-def test_hyper_parameters_of_a_class_of_the_script(tmp_path: Path) -> None:
-    """They are equal if their pickles are, so that ranks' files can be compared."""
+def test_hyper_parameters_of_a_scripts_class_are_read_as_inert_objects(tmp_path: Path) -> None:
+    """They are equal if their pickles are equal, so ranks' files can be compared."""
     first, same, other = (read_hyper(save_and_read(tmp_path, Holder(size=size)), "x.pt") for size in (3, 3, 4))
     assert first == same != other
     assert pickle.loads(pickle.dumps(first)) == first
 
 
 @pytest.mark.parametrize("seed", [2**64, -(2**70), (1 << MOST_BITS) - 1, 1 << MOST_BITS])
-def test_hyper_parameters_of_many_digits(tmp_path: Path, seed: int) -> None:
+def test_integer_hyper_parameters_of_many_digits_are_read(tmp_path: Path, seed: int) -> None:
     """Random generators have seeds of up to 128 bits."""
     is_large = seed.bit_length() > MOST_BITS
     value = read_hyper(save_and_read(tmp_path, seed), "x.pt")
@@ -272,9 +272,9 @@ def test_numpy_hyper_parameters_become_numbers(tmp_path: Path) -> None:
 
 def make_odd_uuid() -> uuid.UUID:
     """Make a UUID whose hash does not read a number."""
-    made = uuid.UUID(int=1)
-    object.__setattr__(made, "int", (touch,))
-    return made
+    odd = uuid.UUID(int=1)
+    object.__setattr__(odd, "int", (touch,))
+    return odd
 
 
 OBJECTS: list[Callable[[], Any]] = [
@@ -293,7 +293,7 @@ OBJECTS: list[Callable[[], Any]] = [
 
 
 @given(st.lists(st.sampled_from(OBJECTS), max_size=8), st.sampled_from([2, 4, 5]))
-def test_the_shortcut_for_bare_objects_changes_no_result(chosen: list[Callable[[], Any]], protocol: int) -> None:
+def test_the_shortcut_for_stateless_objects_changes_no_result(chosen: list[Callable[[], Any]], protocol: int) -> None:
     data = pickle.dumps([make() for make in chosen], protocol)
     with mock.patch.object(unpickle, "_is_bare", return_value=False):
         slowly = read_pickle(data, "x")

@@ -1,4 +1,4 @@
-"""Files written without torch are those of ``torch.save``: torch, zipfile and the package's own reader agree."""
+"""Files written without torch equal those of ``torch.save`` for torch, zipfile and the package's reader."""
 
 import math
 import os
@@ -44,7 +44,7 @@ def write_image(path, image, data):
 
 
 @pytest.mark.parametrize("dtype", ITEMSIZE)
-def test_every_dtype_and_shape(dtype, tmp_path):
+def test_written_files_of_every_dtype_and_shape_load_in_torch(dtype, tmp_path):
     path = tmp_path / "fp32.pt"
     for shape, numel in SHAPES:
         data = bytes(i % 2 for i in range(numel * ITEMSIZE[dtype]))
@@ -67,8 +67,8 @@ def test_every_dtype_and_shape(dtype, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bool", "uint16", "float8_e5m2"])
-def test_the_pickle_is_that_of_torch_save(dtype, tmp_path):
-    """The same instructions and arguments, except memo indices."""
+def test_the_written_pickle_equals_torch_saves(dtype, tmp_path):
+    """Instructions and arguments are equal, except memo indices."""
     tensor = torch.zeros(9).to(getattr(torch, dtype))[:6].view(2, 3)
     torch.save({"param": tensor, "cat_dim": 1}, tmp_path / "theirs.pt")
     image = make_image({"cat_dim": 1}, dtype, 9, (2, 3))
@@ -83,8 +83,8 @@ def list_instructions(data):
     return [(name, arg) for name, arg in found if "PUT" not in name]
 
 
-def test_beyond_4_gib(tmp_path):
-    """Zip64: sizes and the directory's offset do not fit into 32 bits. The file is sparse and hardly read."""
+def test_files_beyond_4_gib_are_written_as_zip64(tmp_path):
+    """Sizes and the directory's offset do not fit into 32 bits. The file is sparse."""
     numel = (4 << 30) // 4 + 3
     image = make_image({}, "float32", numel, (numel,))
     chunk = 1 << 20
@@ -106,8 +106,8 @@ def test_beyond_4_gib(tmp_path):
         assert record.read(4) == bytes(4)
 
 
-def test_a_record_behind_4_gib(tmp_path, monkeypatch):
-    """A small storage behind a large one, with zip64 from 1000 bytes on."""
+def test_a_record_after_4_gib_is_written_as_zip64(tmp_path, monkeypatch):
+    """A small storage follows a large one. The limit of zip64 is patched to 1000 bytes."""
     monkeypatch.setattr("deepspeed_ucp.torchsave.zipframe._ZIP64_LIMIT", 1000)
     pickled = write_pickle([make_tensor("a", "uint8", 3000, (3000,)), make_tensor("b", "float32", 2, (2,))])
     write_torch_file(tmp_path / "x.pt", pickled, {"a": bytes(3000), "b": b"\0\0\x80\x3f" * 2})
@@ -121,7 +121,7 @@ EXACT = {"float64": 0.1, "int64": 2**40, "int8": -3, "bool": True, "complex64": 
 
 
 @pytest.mark.parametrize("dtype", ITEMSIZE)
-def test_a_step_tensor(dtype, tmp_path):
+def test_a_step_tensor_is_written_like_by_torch(dtype, tmp_path):
     value = EXACT.get(dtype, 7)
     (tmp_path / "step.pt").write_bytes(dump_value(value, dtype)[0])
     loaded = torch.load(tmp_path / "step.pt", weights_only=True)
@@ -134,7 +134,7 @@ def test_a_step_tensor(dtype, tmp_path):
 
 
 @pytest.mark.parametrize("value", [7, 2.5, 2**70, None, True, "x", (1, [2.0, {"a": -1}])])
-def test_a_plain_step(value, tmp_path):
+def test_a_plain_step_is_written_like_by_torch(value, tmp_path):
     (tmp_path / "step.pt").write_bytes(dump_value(value)[0])
     assert torch.load(tmp_path / "step.pt", weights_only=True) == value
 
@@ -157,7 +157,7 @@ SHORT = {"0": Stream(4, [b"ab", b"c"])}
         ),
     ],
 )
-def test_values_that_cannot_be_written(write, words, tmp_path):
+def test_values_that_cannot_be_written_are_refused(write, words, tmp_path):
     with pytest.raises(CheckpointError, match=words):
         write(str(tmp_path / "x.pt"))
 
@@ -169,10 +169,10 @@ def test_deep_values_are_written_without_recursion():
     assert len(write_pickle(deep)) > 15_000
 
 
-def test_calls_and_instances():
+def test_calls_and_instances_are_written():
     found = pickle.loads(write_pickle([call("builtins", "complex", 1.0, 2.0), Global("math", "inf")]))
     assert found == [1 + 2j, math.inf]
-    made = pickle.loads(write_pickle(make_instance("types", "SimpleNamespace", {"a": (1, 2)})))
-    assert made.a == (1, 2)
+    instance = pickle.loads(write_pickle(make_instance("types", "SimpleNamespace", {"a": (1, 2)})))
+    assert instance.a == (1, 2)
     with pytest.raises(UcpError, match="type range"):
         write_pickle({"a": range(2)})

@@ -46,7 +46,7 @@ class Trained(trainers_common.Trained):
 
 
 class Count:
-    """An object of the script's own."""
+    """An object of the script."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -87,7 +87,7 @@ def train(
     save: dict[int, str] | None = None,
     resume: str | None = None,
 ) -> Trained:
-    """Train in a loop like that of Accelerate's users, which continues at the restored step.
+    """Train in a usual loop of Accelerate, which continues at the restored step.
 
     Args:
         split: `split_batches`.
@@ -251,7 +251,7 @@ def agree(whole: list[Trained], rest: list[Trained], first: int) -> None:
 
 @pytest.fixture(scope="module")
 def saved(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Trained]]:
-    """A run of two ranks that accumulate two micro batches of two; the last save is in the middle of a step."""
+    """A run of two ranks with two micro batches of two samples; the last save is in the middle of a step."""
     folder = tmp_path_factory.mktemp("accelerate")
     save = {10: str(folder / "five"), 13: str(folder / "middle")}
     options: dict[str, Any] = {"micro": 2, "accumulation": 2, "save": save}
@@ -262,12 +262,12 @@ def saved(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> tu
 @pytest.mark.parametrize(
     ("ranks", "micro", "accumulation"), [(1, 4, 2), (1, 4, 1), (2, 2, 2)], ids=["1", "1-derived", "2"]
 )
-def test_goes_on(
+def test_accelerate_continues_in_another_world(
     ranks: int, micro: int, accumulation: int, saved: tuple[Path, list[Trained]], ucp_worlds: WorldPool
 ) -> None:
-    """Within an epoch; with the saved accumulation, and without."""
+    """It continues within an epoch, with the saved accumulation or another one."""
     (folder, whole), options = saved, dict[str, Any](micro=micro, accumulation=accumulation)
-    for resume, first in (("five", 6), ("eight", 9)):  # the second is of the resumed run
+    for resume, first in (("five", 6), ("eight", 9)):  # the resumed run makes the second save
         options |= {"resume": str(folder / resume), "save": {16: str(folder / "eight")}}
         rest = ucp_worlds.get(ranks).run(train, str(folder), make_config(3), **options)
         agree(whole, rest, first)
@@ -277,8 +277,8 @@ def test_goes_on(
 
 
 @pytest.mark.parametrize("stage", params([3], [2], {2: "same", 3: "other"}.get))
-def test_a_scheduler_that_holds_param_groups_goes_on(stage: int, tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """In the same topology, DeepSpeed's load would give the optimizer new groups."""
+def test_a_scheduler_with_param_group_references_continues(stage: int, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """In the same topology, DeepSpeed's load would replace the optimizer's groups."""
     options: dict[str, Any] = {"micro": 8, "scheduler": "betas"}
     world, saved = ucp_worlds.get(1), str(tmp_path / "four")
     whole = world.run(train, str(tmp_path), make_config(2), save={4: saved}, **options)
@@ -323,7 +323,7 @@ LATER, HALF = {"last_epoch": 20, "_last_lr": [0.1]}, {"last_epoch": 10, "_step_c
     ],
     ids=str,
 )
-def test_a_schedule_keeps_its_length(
+def test_a_schedule_keeps_its_length_in_another_world(
     scheduler: str,
     saved: dict[str, Any],
     split: bool,
@@ -332,7 +332,7 @@ def test_a_schedule_keeps_its_length(
     warning: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Of a run of 4 ranks after 5 steps; a warning reports functions that the saved rate cannot check."""
+    """The save is from 4 ranks after 5 steps. A warning reports functions that the saved rate cannot check."""
     inner = SCHEDULERS[scheduler](torch.optim.SGD([torch.zeros(1)], lr=0.1))
     wrapped = SimpleNamespace(scheduler=inner, step_with_optimizer=True, split_batches=split)
     state = {**inner.state_dict(), **saved}
@@ -354,7 +354,7 @@ def test_a_schedule_of_deepspeed_with_another_length_is_a_warning(caplog: pytest
 
 @pytest.mark.parametrize(("split", "scheduler"), all_turns([True, False], ["plain", "cosine"], 1, str))
 def test_split_batches_may_change(split: bool, scheduler: str, tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """In the same world, whose numbers do not show the change."""
+    """The world is the same, so its numbers do not show the change."""
     world, saved = ucp_worlds.get(2), str(tmp_path / "four")
     options: dict[str, Any] = {"micro": 4, "scheduler": scheduler}
     whole = world.run(train, str(tmp_path), make_config(2), split=split, save={4: saved}, **options)
@@ -362,8 +362,10 @@ def test_split_batches_may_change(split: bool, scheduler: str, tmp_path: Path, u
 
 
 @pytest.mark.parametrize(("scheduler", "ranks"), all_turns(["plain", "cosine", "one-cycle"], [(2, 1), (1, 2)], 1, str))
-def test_schedules_go_on(scheduler: str, ranks: tuple[int, int], tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """Twice, so that the saves of a resumed run are tested too."""
+def test_schedules_continue_after_two_resumes(
+    scheduler: str, ranks: tuple[int, int], tmp_path: Path, ucp_worlds: WorldPool
+) -> None:
+    """The second resume loads a save of a resumed run."""
     before, after = ({"micro": 8 // each, "scheduler": scheduler} for each in ranks)
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     whole = ucp_worlds.get(ranks[0]).run(train, first, make_config(1), save={4: first}, **before)
@@ -374,8 +376,8 @@ def test_schedules_go_on(scheduler: str, ranks: tuple[int, int], tmp_path: Path,
         agree(whole, ucp_worlds.get(world).run(train, first, make_config(1), **again), 8)
 
 
-def test_a_partial_step_is_repeated(saved: tuple[Path, list[Trained]], ucp_worlds: WorldPool) -> None:
-    """The loop repeats the step's first micro batch, whose gradient was not saved."""
+def test_a_partial_step_is_repeated_from_its_start(saved: tuple[Path, list[Trained]], ucp_worlds: WorldPool) -> None:
+    """The gradient of the first micro batch was not saved."""
     folder, whole = saved
     for ranks, micro in ((2, 2), (1, 4)):
         options: dict[str, Any] = {"micro": micro, "accumulation": 2, "resume": str(folder / "middle")}
@@ -410,7 +412,7 @@ def test_another_order_of_samples_is_a_warning(saved: tuple[Path, list[Trained]]
         assert any("another order than in the saved run (seed 5 → 6)" in text for text in rest.warnings) is warns
 
 
-def test_preserved_batches_apply_to_the_loop(saved: tuple[Path, list[Trained]], ucp_worlds: WorldPool) -> None:
+def test_preserved_batch_sizes_apply_to_the_loop(saved: tuple[Path, list[Trained]], ucp_worlds: WorldPool) -> None:
     config = make_config(2, {"preserve_batch_size": True}, train_batch_size=8)
     options: dict[str, Any] = {"micro": 4, "accumulation": 1, "resume": str(saved[0] / "five")}
     rest = ucp_worlds.get(1).run(train, str(saved[0]), config, **options)
@@ -428,7 +430,7 @@ def test_samples_are_split_over_the_ranks_once(kind: type[Order], ucp_worlds: Wo
 @pytest.mark.parametrize("stages", list(itertools.product((1, 2, 3), repeat=2)), ids=str)
 @pytest.mark.parametrize("ranks", [(4, 2), (2, 4)], ids=str)
 @pytest.mark.exhaustive
-def test_every_stage_on_any_world(
+def test_every_stage_resumes_in_any_world(
     stages: tuple[int, int], ranks: tuple[int, int], tmp_path: Path, ucp_worlds: WorldPool
 ) -> None:
     before, after = ({"micro": 8 // each} for each in ranks)
@@ -441,8 +443,8 @@ def test_every_stage_on_any_world(
     agree(whole, ucp_worlds.get(ranks[0]).run(train, first, configs[0], **before), 9)
 
 
-def test_the_last_whole_checkpoint_stays_while_newer_ones_are_written(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """Accelerate removes older ones before it saves. A checkpoint without its own files is refused."""
+def test_the_last_complete_checkpoint_is_kept_during_newer_writes(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """Accelerate removes older checkpoints before it saves. A checkpoint without Accelerate's files is refused."""
     config = make_config(1, {"save": {"memory": str(tmp_path / "memory"), "wait_s": 240}})
     (saves, steps), _ = ucp_worlds.get(2).run(rotate, str(tmp_path / "out"), config)
     first, second, third = ({f"checkpoint_{number}": number == 0} for number in range(3))
@@ -456,8 +458,8 @@ def test_the_last_whole_checkpoint_stays_while_newer_ones_are_written(tmp_path: 
     assert error.startswith("CheckpointError") and "the save was interrupted" in error
 
 
-def test_a_folder_that_holds_a_save_is_written_before_training_goes_on(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """A crash would leave engine state and Accelerate's files of different saves."""
+def test_a_save_over_an_existing_folder_is_written_at_once(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """Otherwise a crash would leave engine state and Accelerate's files of different saves."""
     config = make_config(1, {"save": {"memory": str(tmp_path / "memory"), "wait_s": 240}})
     (error,) = ucp_worlds.get(1).run(save_twice, str(tmp_path / "out"), config)
     assert "not all saves are written after" in error

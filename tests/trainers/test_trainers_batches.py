@@ -17,14 +17,14 @@ from deepspeed_ucp.trainers.batches import BatchSizes
 from deepspeed_ucp.trainers.huggingface import _record_begun, choose_batch, find_factor, find_state
 
 
-def test_batch_sizes_that_sequence_parallelism_makes_floats() -> None:
+def test_float_batch_sizes_under_sequence_parallelism_are_accepted() -> None:
     sizes = {"train_batch_size": 12.0, "train_micro_batch_size_per_gpu": 3.0, "gradient_accumulation_steps": 2.0}
     live = BatchSizes.of(SimpleNamespace(**{name: partial(float, size) for name, size in sizes.items()}))
     assert repr(live) == "BatchSizes(micro=3, accumulation=2, ranks=2)" and live.total == 12
     assert live.fit("folder", SavedJob(4, 1, 5, 24, 1)) == (3, 4)
 
 
-def test_ranks_that_cannot_share_it_are_refused() -> None:
+def test_ranks_that_cannot_share_the_total_batch_are_refused() -> None:
     with pytest.raises(MismatchError, match="8 samples, this run has 12 .*Use a number of ranks that divides it"):
         choose_batch(SavedJob(2, 1, 6, 8, 1), "folder", BatchSizes(4, 1, 3), None)
 
@@ -33,8 +33,8 @@ COUNTERS = {"dp_world_size": 4, "global_steps": 5, **dict(zip(BATCH_SIZES, (8, 2
 
 
 @pytest.mark.parametrize(("saved", "live", "warns"), [(2, 2, False), (1, 1, False), (2, 1, True), (1, 2, True)])
-def test_losses_under_sequence_parallelism(saved: int, live: int, warns: bool, caplog: Any) -> None:
-    """The Trainer averages the losses of all ranks, but adds up those of micro batches."""
+def test_another_sequence_parallel_degree_is_a_warning(saved: int, live: int, warns: bool, caplog: Any) -> None:
+    """The Trainer averages the losses of ranks but adds the losses of micro batches."""
     job = SavedJob.read({**COUNTERS, "train_batch_size": 16 // saved})
     assert job.replicas == 4 // saved
     plugin = SimpleNamespace(hf_ds_config=SimpleNamespace(config={}))
@@ -78,7 +78,7 @@ def load_with_lightning(folder: str, patch: pytest.MonkeyPatch) -> None:
 def test_the_position_of_a_stateful_loader_is_refused_in_another_world(
     module: Any, load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It counts the batches of one rank, which are other samples on another number of ranks."""
+    """It counts the batches of one rank, which are other samples if the number of ranks differs."""
     (tmp_path / accelerating.OWN).touch()
     for ranks, error in ((2, UnsupportedError), (1, pytest.fail.Exception)):
         monkeypatch.setattr(module, "look_at_job", lambda _, ranks=ranks: SavedJob(ranks, 1, 6, 8, 1))

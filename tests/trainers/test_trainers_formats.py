@@ -56,7 +56,7 @@ def resume(trainer: str, folders: dict[str, Path], pool: WorldPool, **options: A
     return {kind: (made, "\n".join(lines)) for kind, (made, lines) in zip(folders, found, strict=True)}
 
 
-def test_the_trainer(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+def test_the_trainer_resumes_or_refuses_each_format(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     saved = tmp_path / "in/checkpoint-2"
     whole = ucp_worlds.get(1).run(trainers_fsdp.train, "deepspeed", str(saved.parent), steps=4, save=2)[0]
     folders = {"tag": saved, "atomic": convert(saved, "global_step2", tmp_path / "atomic/checkpoint-2")}
@@ -80,8 +80,8 @@ def test_the_trainer(tmp_path: Path, ucp_worlds: WorldPool) -> None:
         assert '"arguments": {"load_module_only": true}' in error, (kind, error)
 
 
-def test_the_trainer_with_an_adapter(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """Sharded weights have the names of PEFT's files, but optimizer states those of the model."""
+def test_the_trainer_resumes_an_adapter_from_each_format(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """Sharded weights have the names of PEFT's files; optimizer states have the names of the model."""
     pytest.importorskip("peft")
     options: dict[str, Any] = {"steps": 4, "save": 2, "lora": True}
     saved = tmp_path / "in/checkpoint-2"
@@ -94,7 +94,7 @@ def test_the_trainer_with_an_adapter(tmp_path: Path, ucp_worlds: WorldPool) -> N
         assert losses == pytest.approx(whole, rel=1e-6), (kind, losses)
 
 
-def test_accelerate(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+def test_accelerate_resumes_or_refuses_each_format(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     saved = tmp_path / "in/it"
     ucp_worlds.get(1).run(trainers_fsdp.accelerate, "deepspeed", range(3), save=str(saved))
     losses, rates, _ = ucp_worlds.get(1).run(trainers_fsdp.accelerate, "deepspeed", range(5))[0]
@@ -119,7 +119,7 @@ def test_accelerate(tmp_path: Path, ucp_worlds: WorldPool) -> None:
         assert "load_module_only=True" in error
 
 
-def test_lightning(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+def test_lightning_resumes_or_refuses_each_format(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     pytest.importorskip("lightning")
     saved = tmp_path / "in/it.ckpt"
     pool = ucp_worlds.get(1)

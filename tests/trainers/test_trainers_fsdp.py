@@ -27,7 +27,7 @@ def read_folders(folder: Path) -> dict[str, Any]:
 
 
 def check_engine(state: CapturedEngine, tree: dict[str, Any]) -> None:
-    """Masters, states, steps, hyper-parameters and buffers equal what torch reads, to the bit."""
+    """Check that masters, states, steps, hyper-parameters and buffers equal torch's, to the bit."""
     assert set(state.parameters) | set(state.buffers) == set(tree["model"])
     held = {name: each.fp32 for name, each in state.parameters.items()} | state.buffers
     check_same(held, {name: tree["model"][name].to(held[name].dtype) for name in held})
@@ -51,7 +51,7 @@ def check_states(found: dict[str, Any], wanted: dict[str, Any]) -> None:
         assert {key: one[key] for key in other if key != "params"} == {k: v for k, v in other.items() if k != "params"}
 
 
-def test_accelerate_goes_on_under_fsdp(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+def test_accelerate_resumes_a_deepspeed_save_under_fsdp(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """One rank under DeepSpeed saves; two under FSDP2 and FSDP1 load model, optimizer, schedule and random states."""
     saved, out = str(tmp_path / "saved"), str(tmp_path / "out")
     one, two, run = ucp_worlds.get(1), ucp_worlds.get(2), trainers_fsdp.accelerate
@@ -70,8 +70,8 @@ def test_accelerate_goes_on_under_fsdp(tmp_path: Path, ucp_worlds: WorldPool) ->
     assert drawn == int(torch.randint(1 << 30, (1,)))
 
 
-def test_the_trainer_goes_on_under_fsdp(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """From one rank under DeepSpeed to two, with schedule and position in the data; also without a scheduler's file."""
+def test_the_trainer_resumes_a_deepspeed_save_under_fsdp(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """One rank saves; two ranks restore schedule and position in the data, with and without a scheduler's file."""
     whole = ucp_worlds.get(1).run(trainers_fsdp.train, "deepspeed", str(tmp_path / "in"), steps=6, save=3)[0]
     for step in (3, 6):
         folder, out = (str(tmp_path / place / f"checkpoint-{step}") for place in ("in", "out"))
@@ -90,7 +90,7 @@ def test_the_trainer_goes_on_under_fsdp(tmp_path: Path, ucp_worlds: WorldPool) -
 
 
 @pytest.mark.parametrize("how", params(["2 SHARDED", "2 FULL"], ["1 SHARDED"]))
-def test_deepspeed_loads_saves_of_accelerate(tmp_path: Path, ucp_worlds: WorldPool, how: str) -> None:
+def test_deepspeed_loads_fsdp_saves_of_accelerate(tmp_path: Path, ucp_worlds: WorldPool, how: str) -> None:
     folder = tmp_path / "it"
     ucp_worlds.get(2).run(trainers_fsdp.accelerate, how, range(3), save=str(folder))
     if how.endswith("FULL"):
@@ -104,8 +104,8 @@ def test_deepspeed_loads_saves_of_accelerate(tmp_path: Path, ucp_worlds: WorldPo
         assert any(f"neither model nor optimizer: {beside}." in line for line in heard)
 
 
-def test_deepspeed_loads_saves_of_the_trainer(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """The tied head, which both kinds store separately, is one tensor in the engine."""
+def test_deepspeed_loads_fsdp_saves_of_the_trainer(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """Both kinds store the tied head separately; it is one tensor in the engine."""
     folders = {how: tmp_path / how / "checkpoint-2" for how in ("SHARDED", "FULL")}
     for how, folder in folders.items():
         ucp_worlds.get(2).run(trainers_fsdp.train, how, str(folder.parent), steps=2, save=2)
@@ -129,7 +129,7 @@ def cut(held: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", ["1", "2"], ids=["FSDPStrategy", "ModelParallelStrategy"])
-def test_deepspeed_loads_saves_of_lightning(tmp_path: Path, ucp_worlds: WorldPool, how: str) -> None:
+def test_deepspeed_loads_fsdp_saves_of_lightning(tmp_path: Path, ucp_worlds: WorldPool, how: str) -> None:
     pytest.importorskip("lightning")
     folder = tmp_path / "it.ckpt"
     ucp_worlds.get(2).run(trainers_fsdp.fit, how, str(folder))

@@ -69,7 +69,7 @@ def attempt(worlds: WorldPool, ranks: int, folder: Path, config: dict[str, Any],
 
 def agree(whole: list[Trained], rest: list[Trained], first: int) -> None:
     """Check all steps from ``first`` on."""
-    trainers_common.agree(whole, rest, first, loss=2e-6 if V5 else 1.1e-4)  # transformers 4 rounds it
+    trainers_common.agree(whole, rest, first, loss=2e-6 if V5 else 1.1e-4)  # transformers 4 rounds losses
     assert all(rest[0].epochs[step] == whole[0].epochs[step] for step in rest[0].samples)
 
 
@@ -93,10 +93,10 @@ def make_resume(saved: Saved, **options: Any) -> dict[str, Any]:
     [(3, {}, {}), (1, {"train_batch_size": 8}, {}), (2, {}, {"auto_find_batch_size": True})],
     ids=["auto", "written-out", "found"],
 )
-def test_one_rank_goes_on(
+def test_one_rank_resumes_a_save_of_two(
     stage: int, config: dict[str, Any], options: dict[str, Any], saved: Saved, ucp_worlds: WorldPool
 ) -> None:
-    """Within an epoch, with another stage, and arguments for half the total batch."""
+    """It resumes within an epoch, with another stage, and with arguments for half the total batch."""
     folder, whole = saved
     options = make_resume(saved, **options)
     if "auto_find_batch_size" in options and not V5:
@@ -139,7 +139,7 @@ def test_batches_that_ranks_share_keep_their_size(
 
 
 @pytest.mark.parametrize("stage", params([2], [3], {2: "same", 3: "other"}.get))
-def test_a_scheduler_that_holds_param_groups_goes_on(stage: int, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+def test_a_scheduler_with_param_group_references_continues(stage: int, tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """In the same topology, DeepSpeed's load would give the optimizer new groups."""
     options: dict[str, Any] = {**SAVES, "per_device_train_batch_size": 8, "betas": True}
     whole = train(ucp_worlds, 1, tmp_path, make_config(2), **options)
@@ -147,8 +147,8 @@ def test_a_scheduler_that_holds_param_groups_goes_on(stage: int, tmp_path: Path,
     agree(whole, train(ucp_worlds, 1, tmp_path, make_config(stage), **options), 5)
 
 
-def test_two_ranks_go_on_with_lora_and_the_best_model(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """After one rank, which saved the best model; no file has the frozen base."""
+def test_two_ranks_resume_lora_and_the_best_model(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """One rank saved the best model. No file contains the frozen base."""
     configs = [make_config(stage, **ADAM, **DECAY) for stage in (3, 1)]
     options = {**SAVES, **BEST, "lora": True, "per_device_train_batch_size": 8}
     whole = train(ucp_worlds, 1, tmp_path, configs[0], **options)
@@ -160,12 +160,10 @@ def test_two_ranks_go_on_with_lora_and_the_best_model(tmp_path: Path, ucp_worlds
 
 
 @pytest.mark.parametrize(("model", "count"), [("Means", 1), ("Sums", 0)], ids=str)
-def test_losses_keep_their_size_in_a_larger_world(
-    model: str, count: int, tmp_path: Path, ucp_worlds: WorldPool
-) -> None:
-    """If a model ignores the number of items, the trainer adds up its means over ranks and micro batches.
+def test_losses_keep_their_scale_on_more_ranks(model: str, count: int, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """If a model ignores the number of items, the trainer adds its means over ranks and micro batches.
 
-    Gradients are clipped, so that their size matters. Then the run resumes on one rank again.
+    Gradients are clipped, so their scale matters. The run then resumes on one rank again.
     """
     options = {**SAVES, "model": model, "per_device_train_batch_size": 8, "max_grad_norm": 0.5, "num_train_epochs": 2}
     options |= {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
@@ -240,7 +238,7 @@ def test_another_order_of_samples_is_a_warning(
     ],
     ids=["kept", "live", "other-data", "other-seed"],
 )
-def test_changes_are_warnings(
+def test_changed_arguments_are_warnings(
     universal: Any, options: Any, sizes: tuple[int, ...], warning: str, saved: Saved, ucp_worlds: WorldPool
 ) -> None:
     options = make_resume(saved, stop=7, **options)
@@ -252,8 +250,8 @@ def test_changes_are_warnings(
 
 @pytest.mark.skipif(not V5, reason="refused with transformers 4")
 @pytest.mark.parametrize("plugin", params([True], [False], lambda plugin: "" if plugin else "without-the-plugin"))
-def test_a_batch_that_the_trainer_found_is_kept(plugin: bool, tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """The trainer tried 4 samples a rank and found memory for 3, which its ds_config does not record."""
+def test_an_automatic_batch_size_of_the_trainer_is_kept(plugin: bool, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """The trainer had memory for 3 instead of 4 samples per rank, which its ds_config does not record."""
     options = {"per_device_train_batch_size": 4, "auto_find_batch_size": True, "size": 48, "most": 3, **SAVES}
     options |= {"num_train_epochs": 2, "data_seed": 7}
     config = make_config(2, plugin)
@@ -266,7 +264,7 @@ def test_a_batch_that_the_trainer_found_is_kept(plugin: bool, tmp_path: Path, uc
         assert rest[0].sizes == sizes
 
 
-def test_only_weights_are_loaded(saved: Saved, ucp_worlds: WorldPool) -> None:
+def test_a_resume_may_load_only_weights(saved: Saved, ucp_worlds: WorldPool) -> None:
     config = make_config(3, {"arguments": {"load_module_only": True}}, **ADAM)
     (first,) = train(ucp_worlds, 1, saved[0], config, **make_resume(saved, stop=1, learning_rate=0.0))
     weights = load_file(saved[0] / "checkpoint-6" / "model.safetensors")
@@ -282,7 +280,7 @@ def test_only_weights_are_loaded(saved: Saved, ucp_worlds: WorldPool) -> None:
 def test_the_schedule_of_the_script_continues(
     more: dict[str, Any], fraction: float, saved: Saved, ucp_worlds: WorldPool
 ) -> None:
-    """Torch's schedule in the engine has taken its step when the rate is logged."""
+    """Torch's schedule in the engine takes its step before the rate is logged."""
     states = {} if not more else {"load_optimizer_states": False}  # DeepSpeed's optimizer has other groups
     config = make_config(3, {"arguments": {"load_lr_scheduler_states": False, **states}}, **more)
     (rest,) = train(ucp_worlds, 1, saved[0], config, **make_resume(saved, stop=7, learning_rate=4e-2))
@@ -299,7 +297,7 @@ class Rise:
         return 1.0 + step
 
 
-def test_a_schedule_of_more_groups_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_schedule_with_another_number_of_groups_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """For example, a run that continues under PEFT has one group."""
     optimizers = [torch.optim.SGD([{"params": [torch.zeros(1)]} for _ in range(count)], lr=1.0) for count in (2, 1)]
     saved, live = (LambdaLR(each, [Rise() for _ in each.param_groups]) for each in optimizers)
@@ -308,7 +306,7 @@ def test_a_schedule_of_more_groups_is_refused(monkeypatch: pytest.MonkeyPatch) -
         huggingface.load_scheduler(lambda *_: live.load_state_dict(saved.state_dict()), None, "checkpoint-2")
 
 
-def test_a_folder_of_save_only_model_has_only_weights(tmp_path: Path) -> None:
+def test_a_folder_saved_with_save_only_model_has_only_weights(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint-6"
     folder.mkdir()
     (folder / "trainer_state.json").write_text('{"global_step": 6}')
@@ -365,9 +363,7 @@ FAULTS: dict[str, tuple[str, Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_an_older_folder_is_used_if_the_newest_is_incomplete(
-    fault: str, saved: Saved, tmp_path: Path, caplog: Any
-) -> None:
+def test_fallback_skips_an_incomplete_newest_folder(fault: str, saved: Saved, tmp_path: Path, caplog: Any) -> None:
     name, spoil, message = FAULTS[fault]
     older, newest = (shutil.copytree(saved[0] / each, tmp_path / each) for each in ("checkpoint-4", "checkpoint-6"))
     (tmp_path / "checkpoint-best").mkdir()
@@ -404,10 +400,10 @@ def test_a_restarted_run_skips_broken_folders(saved: Saved, tmp_path: Path, ucp_
 @pytest.mark.parametrize("ranks", [(4, 2), (2, 4)], ids=str)
 @pytest.mark.parametrize("scheduler", [{}, ADAM, {**ADAM, **DECAY}], ids=["torch", "callable", "deepspeed"])
 @pytest.mark.exhaustive
-def test_every_stage_on_any_world(
+def test_every_stage_resumes_in_any_world(
     stages: tuple[int, int], ranks: tuple[int, int], scheduler: dict[str, Any], tmp_path: Path, ucp_worlds: WorldPool
 ) -> None:
-    """Twice: the resumed run is resumed again in the first world."""
+    """The resumed run is resumed again in the first world."""
     before, after = (make_config(stage, **scheduler) for stage in stages)
     options = {"per_device_train_batch_size": 8 // ranks[0], **SAVES}
     whole = train(ucp_worlds, ranks[0], tmp_path, before, **options)
@@ -421,12 +417,14 @@ def test_every_stage_on_any_world(
 
 @pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=str)
 @pytest.mark.exhaustive
-def test_epochs_that_drop_their_last_samples(ranks: tuple[int, int], tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """44 samples are five steps of eight; with micro batches of four the trainer would take a sixth step."""
+def test_epochs_with_dropped_samples_keep_their_number_of_steps(
+    ranks: tuple[int, int], tmp_path: Path, ucp_worlds: WorldPool
+) -> None:
+    """44 samples make five steps of eight. With micro batches of four the trainer would take a sixth step."""
     options = {"size": 44, "dataloader_drop_last": True, "per_device_train_batch_size": 4, **SAVES}
     if ranks == (2, 1):
         whole = train(ucp_worlds, 2, tmp_path, make_config(1), **options)
-        for folder, first in (("checkpoint-6", 7), ("checkpoint-8", 9)):  # the second is of the resumed run
+        for folder, first in (("checkpoint-6", 7), ("checkpoint-8", 9)):  # the resumed run makes the second save
             resume = str(tmp_path / folder)
             rest = train(ucp_worlds, 1, tmp_path, make_config(1), resume=resume, **options)
             agree(whole, rest, first)
@@ -439,8 +437,8 @@ def test_epochs_that_drop_their_last_samples(ranks: tuple[int, int], tmp_path: P
 
 
 @pytest.mark.exhaustive
-def test_to_another_precision(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """The samples and rates are the same; losses are those of another precision."""
+def test_a_run_resumes_in_another_precision(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """Samples and rates are equal; losses differ by the precision."""
     options = {"per_device_train_batch_size": 4, **SAVES}
     whole = train(ucp_worlds, 2, tmp_path, make_config(2), bf16=True, **options)
     resume = str(tmp_path / "checkpoint-6")
@@ -452,14 +450,14 @@ def test_to_another_precision(tmp_path: Path, ucp_worlds: WorldPool) -> None:
 
 
 @pytest.mark.skipif(not V5, reason="with transformers 4 a save is written when it returns")
-def test_the_last_whole_checkpoint_stays_while_newer_ones_are_written(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """Training does not wait; at the end the limit holds, and the next run resumes from complete files."""
+def test_the_last_complete_checkpoint_is_kept_during_newer_writes(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """Training does not wait. At the end the limit is met, and the next run resumes from complete files."""
     save = {"memory": str(tmp_path / "memory"), "wait_s": 240}
     out, config = str(tmp_path / "out"), make_config(1, {"save": save})
     options = {"per_device_train_batch_size": 4, "save_total_limit": 1, **SAVES}
     run = train(ucp_worlds, 2, out, config, held=(4, 6), max_steps=8, **options)
     two, four, six = ("checkpoint-2", True), ("checkpoint-4", False), ("checkpoint-6", False)
-    assert run[0].folders[4:6] == [dict([two, four])] * 2  # as steps 5 and 6 begin
+    assert run[0].folders[4:6] == [dict([two, four])] * 2  # when steps 5 and 6 begin
     assert run[0].folders[6] == dict([two, four, six])
     assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-8"]
     assert list((tmp_path / "out" / "checkpoint-8").glob("*/ucp_seal.json"))
@@ -473,8 +471,8 @@ def test_the_last_whole_checkpoint_stays_while_newer_ones_are_written(tmp_path: 
 
 
 @pytest.mark.skipif(not V5, reason="with transformers 4 a save is written when it returns")
-def test_a_lost_machine_leaves_the_last_complete_checkpoint(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """With a limit of one, if the run has ended before the next one was written."""
+def test_the_last_complete_checkpoint_survives_the_loss_of_a_machine(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """The limit is one, and the run has ended before the next checkpoint was written."""
     out, save = str(tmp_path / "out"), {"memory": str(tmp_path / "memory"), "wait_s": 240}
     options = {"save_total_limit": 1, **SAVES, "max_steps": 7}
     config = make_config(1, {"save": save, "fallback": True})
@@ -487,8 +485,8 @@ def test_a_lost_machine_leaves_the_last_complete_checkpoint(tmp_path: Path, ucp_
 
 
 @pytest.mark.skipif(not V5, reason="transformers 4 has no enable_jit_checkpoint")
-def test_one_of_two_saves_on_a_signal_acts(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """The Trainer would save 3 s later, on each rank separately."""
+def test_only_one_of_two_saves_on_a_signal_is_made(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """The Trainer's save would follow 3 s later, on each rank separately."""
     options = {"enable_jit_checkpoint": True, "signal_at": 2, "per_device_train_batch_size": 4}
     run = train(ucp_worlds, 2, tmp_path, make_config(2), **options)
     assert [each.code for each in run] == [0, 0]
@@ -499,7 +497,7 @@ def test_one_of_two_saves_on_a_signal_acts(tmp_path: Path, ucp_worlds: WorldPool
 
 
 def test_a_trainer_that_removes_folders_in_an_unknown_way_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as transformers 4, or one that imports `shutil` otherwise."""
+    """For example transformers 4, or a release that imports `shutil` differently."""
     parts = {"rotate_checkpoints": None, "Trainer": SimpleNamespace(_finalize_training=None), "shutil": shutil}
     monkeypatch.setitem(sys.modules, "transformers.trainer_utils", SimpleNamespace(shutil=shutil))  # type: ignore[misc]
     for lacking, known in ((None, True), *((name, False) for name in ("rotate_checkpoints", "shutil"))):
@@ -509,7 +507,7 @@ def test_a_trainer_that_removes_folders_in_an_unknown_way_is_detected(monkeypatc
 
 
 @pytest.mark.skipif(not V5, reason="transformers 4 does not report to Kubeflow")
-def test_only_the_trainer_reports_to_kubeflow_if_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plugin_does_not_report_to_kubeflow_if_the_trainer_does(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.integrations.integration_utils import KubeflowCallback
 
     monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", "https://nowhere")

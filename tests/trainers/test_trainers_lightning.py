@@ -123,8 +123,8 @@ STAGES = [1, 2, 3]
 
 @pytest.mark.releases
 @pytest.mark.timeout(600)
-def test_runs_go_on_in_other_worlds(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """From within an epoch, with fewer, as many and more ranks; then errors and warnings."""
+def test_lightning_runs_resume_in_other_worlds(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """They resume within an epoch with fewer, equally many and more ranks. Errors and warnings follow."""
     one, two = ucp_worlds.get(1), ucp_worlds.get(2)
     source = set_up(1, 2, 1)
     folder = str(tmp_path / "a")
@@ -150,7 +150,7 @@ def test_runs_go_on_in_other_worlds(tmp_path: Path, ucp_worlds: WorldPool) -> No
 
 
 @pytest.mark.parametrize("stage", params([2], [3], {2: "same", 3: "other"}.get))
-def test_a_scheduler_that_holds_param_groups_goes_on(stage: int, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+def test_a_scheduler_with_param_group_references_continues(stage: int, tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """In the same topology, DeepSpeed's load would give the optimizer new groups."""
     world, folder = ucp_worlds.get(1), str(tmp_path / "a")
     source = replace(set_up(2, 1, 1), betas=True)
@@ -159,26 +159,26 @@ def test_a_scheduler_that_holds_param_groups_goes_on(stage: int, tmp_path: Path,
     check(whole, begun, world.run(training().train, replace(source, stage=stage), STEPS, load=folder))
 
 
-def test_own_classes_and_frozen_layers(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """Classes of the script need `trust_pickle`, excluded layers `strict_loading = False`."""
-    one, two, folder = ucp_worlds.get(1), ucp_worlds.get(2), str(tmp_path / "own")
-    setting = replace(set_up(2, 2, 1), own=True, frozen=True)
+def test_classes_of_the_script_need_trust_pickle(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """Excluded frozen layers need `strict_loading = False`."""
+    one, two, folder = ucp_worlds.get(1), ucp_worlds.get(2), str(tmp_path / "checkpoint")
+    setting = replace(set_up(2, 2, 1), script_class=True, frozen=True)
     begun = two.run(training().train, setting, 3, save=(2, folder))
     assert (Path(folder) / "latest").read_text() == "checkpoint"
-    target = replace(set_up(1, 1, 1), own=True, frozen=True)
+    target = replace(set_up(1, 1, 1), script_class=True, frozen=True)
     (refused,) = one.run(training().train, target, 3, load=folder)
-    assert "trainers_lightning.Own" in refused.error and "trust_pickle" in refused.error
+    assert "trainers_lightning.ScriptClass" in refused.error and "trust_pickle" in refused.error
     (resumed,) = one.run(training().train, target, 3, load=folder, default_on={"trust_pickle": True})
-    assert (resumed.error, resumed.loaded, list(resumed.samples)) == ("", "Own", [3])
+    assert (resumed.error, resumed.loaded, list(resumed.samples)) == ("", "ScriptClass", [3])
     assert not (set(begun[0].samples[1]) & set(resumed.samples[3]))
 
 
-def test_the_last_whole_checkpoint_stays_while_newer_ones_are_written(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """Training does not wait; at the end all saves are written, and older ones removed."""
+def test_the_last_complete_checkpoint_is_kept_during_newer_writes(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """Training does not wait. At the end all saves are written and older ones removed."""
     folder, options = str(tmp_path / "out"), {"save": {"memory": str(tmp_path / "memory"), "wait_s": 240.0}}
     (saves, error), _ = ucp_worlds.get(2).run(training().rotate, set_up(1, 2, 1), folder, options)
     assert error == ""
-    assert saves[4:7] == [{"step=2.ckpt": True}] * 3  # as steps 5, 6 and 7 begin
+    assert saves[4:7] == [{"step=2.ckpt": True}] * 3  # when steps 5, 6 and 7 begin
     assert saves[-1] == {"step=8.ckpt": True}
     resumed = ucp_worlds.get(1).run(
         training().train, set_up(2, 1, 1), 9, load=f"{folder}/step=8.ckpt", default_on=options
@@ -199,7 +199,7 @@ def test_fabric(tmp_path: Path, ucp_worlds: WorldPool) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("stages", "ranks"), list(product(product(STAGES, STAGES), PAIRS)), ids=str)
-def test_every_stage_into_every_other(
+def test_every_stage_resumes_under_every_other(
     stages: tuple[int, int], ranks: tuple[int, int], tmp_path: Path, ucp_worlds: WorldPool
 ) -> None:
     first, second = (ucp_worlds.get(count) for count in ranks)

@@ -57,7 +57,7 @@ def pretrain(
     section: Any = None,
     default_on: Any = None,
 ) -> Pretrained:
-    """Run like a script of Megatron: make the ds_config and the engine, load, train, save.
+    """Run a script of Megatron: build the ds_config and the engine, load, train, save.
 
     Args:
         degrees: tensor-parallel ranks, pipeline stages, and whether there is a pipeline.
@@ -68,7 +68,7 @@ def pretrain(
     for path in (str(EXAMPLE), str(Path(__file__).with_name("standin"))):
         if path not in sys.path:
             sys.path.insert(0, path)
-    if getattr(sys.modules.get("megatron"), "__file__", "") is None:  # megatron-core's, which has no modules of its own
+    if getattr(sys.modules.get("megatron"), "__file__", "") is None:  # megatron-core's namespace package
         for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
             del sys.modules[name]
     install(default_on=default_on)
@@ -126,7 +126,7 @@ def _make_args(degrees: tuple[int, int, bool], folder: str, flag: bool, stage: i
     return args
 
 
-def test_scripts_change_their_degrees(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+def test_megatron_scripts_resume_at_other_degrees(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     world, folder, train = ucp_worlds.get(RANKS), str(tmp_path), pretrain
     whole = world.run(train, TP2, 1, folder, STEPS, save=CUT)
     assert len({tuple(rank.drawn) for rank in whole}) == RANKS
@@ -154,10 +154,10 @@ def test_scripts_change_their_degrees(tmp_path: Path, ucp_worlds: WorldPool) -> 
 @pytest.mark.parametrize("flag", [False, True])
 @pytest.mark.parametrize("target", PIPES, ids=str)
 @pytest.mark.parametrize("source", PIPES, ids=str)
-def test_pipelines(
+def test_megatron_pipelines_resume_in_another_topology_and_back(
     source: tuple[int, int, bool], target: tuple[int, int, bool], flag: bool, tmp_path: Path, ucp_worlds: WorldPool
 ) -> None:
-    """There and back with the same tags; files of a larger model-parallel degree remain."""
+    """The first topology then resumes a save under the same tag, next to files of a larger model-parallel degree."""
     world, folder, train = ucp_worlds.get(RANKS), str(tmp_path), pretrain
     whole = world.run(train, source, 1, folder, STEPS + 1, save=CUT)
     world.run(train, source, 1, folder, STEPS, save=STEPS, default_on=True)

@@ -29,7 +29,7 @@ SAVED = {"hf": ("python", "numpy", "cpu"), "accelerate": ("random_state", "numpy
 
 
 def save(folder: str, kind: str, ranks: int) -> None:
-    """Write the files of all ranks of a job, as the trainers do."""
+    """Write the files of all ranks of a job like the trainers."""
     for rank in range(ranks):
         seed(1000 * ranks + rank)
         states = dict(zip(SAVED[kind], (random.getstate(), np.random.get_state(), torch.get_rng_state()), strict=True))  # noqa: NPY002
@@ -51,7 +51,7 @@ def draw() -> tuple[float, float, float]:
 
 
 def restore(folder: str, kind: str, ranks: int) -> tuple[float, ...]:
-    """Restore the states of a number of ranks; returns numbers that this rank draws then."""
+    """Restore the states of a job with this number of ranks; return numbers that this rank draws next."""
     engine: Any = SimpleNamespace(seq_data_parallel_group=dist.group.WORLD, mp_world_size=1)
     seed(77)
     read = (
@@ -66,10 +66,8 @@ def expect(ranks: int, rank: int) -> tuple[float, ...]:
     return draw()
 
 
-def test_ranks_of_the_saved_topology_keep_their_random_states_in_a_larger_one(
-    kind: str, tmp_path: Path, ucp_worlds: WorldPool
-) -> None:
-    """New ranks derive theirs, the same at each resume; files of an older, larger save are ignored."""
+def test_saved_ranks_keep_random_states_new_ranks_derive_them(kind: str, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """New ranks derive equal states at each resume. Files of an older, larger save are ignored."""
     for ranks in (3, 1, 2):
         save(str(tmp_path), kind, ranks)
     drawn = ucp_worlds.get(3).run(restore, str(tmp_path), kind, 2)
@@ -79,15 +77,15 @@ def test_ranks_of_the_saved_topology_keep_their_random_states_in_a_larger_one(
     assert ucp_worlds.get(1).run(restore, str(tmp_path), kind, 2) == [expect(2, 0)]
 
 
-def test_one_rank_grows(kind: str, tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """A single rank has no axis along which states differ, so all ranks take its state."""
+def test_all_ranks_restore_the_random_states_of_a_single_rank(kind: str, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """A single rank has no axis along which states differ."""
     save(str(tmp_path), kind, 1)
     assert ucp_worlds.get(2).run(restore, str(tmp_path), kind, 1) == [expect(1, 0)] * 2
     for rank, (_, heard) in enumerate(ucp_worlds.get(2).run(restore_accelerator, str(tmp_path), kind)):
         assert any("with which all 2 continue" in text for text in heard) is (rank == 0)
 
 
-def test_a_missing_state_is_derived(kind: str, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+def test_a_missing_random_state_is_derived(kind: str, tmp_path: Path, ucp_worlds: WorldPool) -> None:
     save(str(tmp_path), kind, 3)
     (missing,) = (path for path in tmp_path.iterdir() if "_1." in path.name)
     missing.unlink()
@@ -96,7 +94,7 @@ def test_a_missing_state_is_derived(kind: str, tmp_path: Path, ucp_worlds: World
     assert drawn[1] not in (drawn[0], drawn[2])
 
 
-def test_a_damaged_file_is_refused_by_all(kind: str, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+def test_damaged_random_states_are_an_error_on_all_ranks(kind: str, tmp_path: Path, ucp_worlds: WorldPool) -> None:
     save(str(tmp_path), kind, 2)
     (damaged,) = (path for path in tmp_path.iterdir() if "_1." in path.name)
     damaged.write_bytes(damaged.read_bytes()[:-30])
@@ -105,7 +103,7 @@ def test_a_damaged_file_is_refused_by_all(kind: str, tmp_path: Path, ucp_worlds:
 
 
 def restore_accelerator(folder: str, kind: str) -> tuple[list[int], list[str]]:
-    """Restore on a rank with an accelerator; returns the seeds that this gets, and the log."""
+    """Restore on a rank with an accelerator; return the accelerator's seeds and the log."""
     seeds: list[int] = []
     accelerator = Generator(read=tuple, write=seeds.extend, seed=seeds.append)
     generators = {**list_generators(), "accelerator": accelerator}
@@ -114,9 +112,7 @@ def restore_accelerator(folder: str, kind: str) -> tuple[list[int], list[str]]:
     return seeds, [text for _, text in heard]
 
 
-def test_an_accelerator_without_saved_state_gets_a_derived_one(
-    kind: str, tmp_path: Path, ucp_worlds: WorldPool
-) -> None:
+def test_an_accelerators_missing_random_state_is_derived(kind: str, tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """The saved run used CPUs."""
     save(str(tmp_path), kind, 1)
     ((seeds, heard),) = ucp_worlds.get(1).run(restore_accelerator, str(tmp_path), kind)
@@ -125,10 +121,10 @@ def test_an_accelerator_without_saved_state_gets_a_derived_one(
 
 
 @pytest.mark.parametrize(("offsets", "rank", "chosen"), [((0, 4, 0, 0), 3, 1), ((4, 4, 0, 0), 3, 3), ((0, 0), 3, 1)])
-def test_an_accelerators_state_is_that_of_the_rank(
+def test_an_accelerator_restores_the_random_state_of_its_rank(
     kind: str, offsets: tuple[int, ...], rank: int, chosen: int, tmp_path: Path
 ) -> None:
-    """Of a node's devices, more of which are visible than ranks run on it."""
+    """More devices are visible than ranks run on the node."""
     save(str(tmp_path), kind, 4)
     (path,) = (path for path in tmp_path.iterdir() if f"_{rank}." in path.name)
     states = [

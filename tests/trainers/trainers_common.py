@@ -53,8 +53,8 @@ def agree(
         taken, expected = (sorted(chain(*(each.samples[step] for each in run))) for run in (rest, whole))
         assert taken == expected, step
         assert rest[0].rates[step] == pytest.approx(whole[0].rates[step], rel=rate, abs=0), step
-        mine, theirs = (sum(each.losses[step] for each in run) / len(run) for run in (rest, whole))
-        assert mine == pytest.approx(theirs, abs=loss), step
+        mean, theirs = (sum(each.losses[step] for each in run) / len(run) for run in (rest, whole))
+        assert mean == pytest.approx(theirs, abs=loss), step
     for name, weight in whole[0].weights.items():
         torch.testing.assert_close(rest[0].weights[name], weight, rtol=0, atol=2e-6)
 
@@ -107,7 +107,7 @@ def gather_weights(engine: Any) -> dict[str, torch.Tensor]:
 
 
 class MovesBetas(LambdaLR):
-    """A scheduler that holds references to the initial param groups of the optimizer, and sets their betas."""
+    """A scheduler with references to the optimizer's initial param groups, whose betas it sets."""
 
     def __init__(self, optimizer: Any) -> None:
         self.groups = list(optimizer.param_groups)
@@ -122,11 +122,11 @@ class MovesBetas(LambdaLR):
         return {key: value for key, value in super().state_dict().items() if key != "groups"}
 
 
-# -- saves from memory that are not written for a while ---------------------------------------------------------------
+# -- saves from memory that are written late --------------------------------------------------------------------------
 
 
 def list_saves(folder: str) -> dict[str, bool]:
-    """Return the checkpoints in a folder, and whether the engine's state is complete."""
+    """Map the checkpoints in a folder to True if the engine's state is complete."""
     found = (each for each in Path(folder).iterdir() if each.is_dir()) if os.path.isdir(folder) else ()
     return {each.name: (each / "latest").exists() for each in found}
 

@@ -31,7 +31,7 @@ def choose(kind: str) -> Iterator[None]:
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A batch for :func:`fsdp_run.train`."""
+    """Make a batch for :func:`fsdp_run.train`."""
     x, y = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(step)).unbind()
     return x, y[:, :5]
 
@@ -42,7 +42,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 def accelerate(
     how: str, steps: range, *, load: str = "", save: str = "", warm: bool = False
 ) -> tuple[list[float], list[float], int]:
-    """Train in a loop under Accelerate; returns the losses, the final rates, and the first random number.
+    """Train in a loop under Accelerate; return the losses, the final rates and the first random number.
 
     Args:
         how: ``deepspeed``, or the version of FSDP and the kind of its state dicts.
@@ -105,7 +105,7 @@ def _step(accelerator: Any, net: Any, optimizer: Any, scheduler: Any, *, step: i
 
 
 def make_llama(seed: int = 0) -> Any:
-    """A Llama model with tied embedding and head."""
+    """Make a Llama model with tied embedding and head."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -114,7 +114,7 @@ def make_llama(seed: int = 0) -> Any:
 
 
 def make_adapted() -> Any:
-    """The same model with an adapter that also keeps a module whole."""
+    """Make `make_llama`'s model with an adapter that also trains a whole module."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["model.norm"])
@@ -135,7 +135,7 @@ class Letters(torch.utils.data.Dataset):  # type: ignore[type-arg]
 def train(
     how: str, folder: str, *, steps: int, save: int = 0, resume: str | None = None, lora: bool = False
 ) -> dict[int, float]:
-    """Run the Trainer with four samples a step; returns the losses by step.
+    """Run the Trainer with four samples a step; return the losses by step.
 
     Args:
         how: ``deepspeed``, or FSDP2's kind of state dicts.
@@ -223,7 +223,7 @@ def fit(how: str, folder: str, *, steps: int = 3, load: str | None = None) -> li
             return loss
 
         def configure_optimizers(self) -> Any:
-            named = list(self.net.named_parameters())  # FSDP1's have one dimension
+            named = list(self.net.named_parameters())  # parameters of FSDP1 have one dimension
             decayed = [param for name, param in named if "norm" not in name and name.endswith("weight")]
             others = [param for name, param in named if "norm" in name or name.endswith("bias")]
             groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}]
@@ -246,11 +246,11 @@ def fit(how: str, folder: str, *, steps: int = 3, load: str | None = None) -> li
 
 
 def _make_strategy(how: str) -> Any:
-    """The strategy that ``how`` means for :func:`fit`."""
+    """Make the strategy for ``how`` of :func:`fit`."""
     from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 
     class OnCpu(FSDPStrategy):
-        """Lightning refuses the class itself on CPUs."""
+        """A subclass, because Lightning refuses `FSDPStrategy` itself on CPUs."""
 
     if how == "deepspeed":
         config = {
@@ -279,7 +279,7 @@ def _shard(net: Any, how: str, mesh: Any) -> Any:
 
 
 def attempt_all(trainer: str, folders: list[str], **options: Any) -> list[tuple[Any, list[str]]]:
-    """Resume under DeepSpeed from each folder; returns the results or errors, and the logs."""
+    """Resume under DeepSpeed from each folder; return the results or errors, and the logs."""
     found = list[tuple[Any, list[str]]]()
     for folder in folders:
         with listen() as heard:

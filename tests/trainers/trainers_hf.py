@@ -43,14 +43,14 @@ class Net(torch.nn.Module):
 
 
 class Means(Net):
-    """Accepts any keyword and ignores them, as T5 does."""
+    """Accepts and ignores any keyword, like T5."""
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor, number: torch.Tensor, **_: Any) -> dict[str, torch.Tensor]:
         return super().forward(x, labels, number)
 
 
 class Sums(Net):
-    """Divides by the number of items in a step, as causal language models do."""
+    """Divides by the number of items in a step, like causal language models."""
 
     def forward(
         self, x: torch.Tensor, labels: torch.Tensor, number: torch.Tensor, **options: Any
@@ -99,7 +99,7 @@ class Trained(trainers_common.Trained):
 
 
 def make_notes(net: Net, record: Trained, stop: int | None) -> Any:
-    """A callback that records the run of a rank, and ends it at the step ``stop``."""
+    """Make a callback that records the run of a rank and ends it at the step ``stop``."""
     from transformers import TrainerCallback
 
     class Notes(TrainerCallback):  # type: ignore[misc]
@@ -119,7 +119,7 @@ def make_notes(net: Net, record: Trained, stop: int | None) -> Any:
 
 
 def make_follower(trainer: Any, folder: str, signal_at: int) -> Any:
-    """A callback that follows SIGTERM, and sends it in a step."""
+    """Make a callback that follows SIGTERM and sends it in a step."""
     from transformers import TrainerCallback
 
     class Follower(TrainerCallback):  # type: ignore[misc]
@@ -134,14 +134,14 @@ def make_follower(trainer: Any, folder: str, signal_at: int) -> Any:
 
 
 def make_holder(folder: str, held: tuple[int, ...], noted: list[dict[str, bool]]) -> Any:
-    """A callback that holds back the writes between two steps, and notes the checkpoints at the begin of each step."""
+    """Make a callback that delays the writes between two steps and records the checkpoints before each step."""
     from transformers import TrainerCallback
 
     class Holder(TrainerCallback):  # type: ignore[misc]
         holding: Any = None
 
         def lose(self) -> None:
-            """Lose the machine with the saves that are not written, if any."""
+            """Simulate the loss of the machine with its pending saves."""
             if self.holding is not None:
                 for saver in list_savers():
                     shutil.rmtree(saver.job.folder, ignore_errors=True)

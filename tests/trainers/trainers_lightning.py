@@ -25,7 +25,7 @@ from deepspeed_ucp import install, rng
 from deepspeed_ucp.data import ElasticSampler
 
 FEATURES, SAMPLES, TOTAL = 11, 51, 8
-"""Six steps an epoch; three samples are left over."""
+"""An epoch has six steps and three further samples."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class Setting:
     elastic: bool = True
     frozen: bool = False
     """Freeze a layer, and exclude it from checkpoints."""
-    own: bool = False
+    script_class: bool = False
     """Put an object of the script's class into the hyper-parameters."""
     betas: bool = False
     """Use :class:`MovesBetas`."""
 
 
-class Own:
+class ScriptClass:
     """A class of the training script that runs code when it is unpickled."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -93,8 +93,8 @@ class Net(pl.LightningModule):
         self.layers = torch.nn.Sequential(torch.nn.Linear(FEATURES, 17), torch.nn.Tanh(), torch.nn.Linear(17, 1))
         self.layers[0].requires_grad_(not setting.frozen)
         self.strict_loading = not setting.frozen
-        if setting.own:
-            self.save_hyperparameters({"own": Own()})
+        if setting.script_class:
+            self.save_hyperparameters({"script_class": ScriptClass()})
 
     def on_fit_start(self) -> None:
         engine, world = self.trainer.strategy.deepspeed_engine, self.trainer.world_size
@@ -105,8 +105,8 @@ class Net(pl.LightningModule):
 
     def train_dataloader(self) -> Any:
         sampler = self.sampler if self.setting.elastic else None
-        own = torch.Generator()  # else a loader takes a number from the global one whenever it begins
-        return torch.utils.data.DataLoader(Samples(), self.setting.micro, sampler=sampler, generator=own)
+        generator = torch.Generator()  # otherwise each start of a loader draws from the global generator
+        return torch.utils.data.DataLoader(Samples(), self.setting.micro, sampler=sampler, generator=generator)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -128,7 +128,7 @@ class Net(pl.LightningModule):
         return loss
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.record.loaded = type(checkpoint.get("hyper_parameters", {}).get("own")).__name__
+        self.record.loaded = type(checkpoint.get("hyper_parameters", {}).get("script_class")).__name__
 
     def on_train_batch_end(self, *_: Any) -> None:
         steps = self.trainer.strategy.deepspeed_engine.global_steps
@@ -146,7 +146,7 @@ def train(
     default_on: Any = True,
     **options: Any,
 ) -> Trained:
-    """Train up to a step; returns an error instead of raising it.
+    """Train up to a step; return an error instead of raising it.
 
     Args:
         save: after which step to save and end, and where.
@@ -200,7 +200,7 @@ def _choose_cpu(default_on: Any) -> Iterator[None]:
 
 
 def train_with_fabric(stage: int, micro: int, steps: int, folder: str, *, load: bool) -> list[float]:
-    """Train a model under Fabric; returns the losses. The state has the step."""
+    """Train a model under Fabric; return the losses. The state contains the step."""
     torch.manual_seed(7)
     model: torch.nn.Module = torch.nn.Linear(FEATURES, 1)
     torch.manual_seed(1)
@@ -238,7 +238,7 @@ def _launch_fabric(stage: int, micro: int) -> Any:
 
 
 def split_with_fabric() -> None:
-    """Give Fabric a data loader of a sampler that splits its samples over the ranks itself."""
+    """Give Fabric a data loader with a sampler that already splits its samples over the ranks."""
     sampler = ElasticSampler(16, 8, rank=dist.get_rank(), world=dist.get_world_size())
     with _choose_cpu(True):
         fabric, loader = _launch_fabric(1, 4), torch.utils.data.DataLoader(range(16), 4, sampler=sampler)  # type: ignore[arg-type,var-annotated]

@@ -125,8 +125,8 @@ def test_one_rank_lists_a_store_and_every_rank_gets_file_versions(
     assert [each for each in listed if "/zero" in each] == [f"{url}/zero"]
 
 
-def _note(work: Callable[[str], Any], asked: list[str], url: str) -> Any:
-    asked.append(url)
+def _note(work: Callable[[str], Any], urls: list[str], url: str) -> Any:
+    urls.append(url)
     return work(url)
 
 
@@ -233,9 +233,7 @@ def test_a_number_of_experts_that_differs_from_the_rows_is_refused(number: objec
     check_refused(folder, rf"zero/one/fp32.pt: is of {number!r} experts and holds \(1,\)", UnsupportedError)
 
 
-def test_a_folder_with_a_save_and_converted_files_is_read_as_the_save(
-    made: Callable[[Topology], Path], tmp_path: Path
-) -> None:
+def test_a_save_with_converted_files_is_read_as_the_save(made: Callable[[Topology], Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(made(ZERO1).with_name("tag"), tmp_path / "tag"))
     shutil.copytree(made(ZERO1) / "zero", folder / "zero")
     assert open_alone(folder).topology.wrapper == "zero12"
@@ -299,9 +297,7 @@ def load_converted(model: Model, topology: Topology, root: Path) -> tuple[Atomic
     return load_all(folder, targets, UniversalConfig(threads=1))
 
 
-def test_tensors_that_the_converter_dropped_keep_live_values_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_tensors_that_the_converter_dropped_keep_live_values(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It drops a pipeline's frozen parameters and buffers; all other tensors are loaded."""
     model = make_pipeline([["column", "norm"], ["row", "norm"]], tied=False, frozen=[])
     model = replace(model, params=(*model.params, Param("1.bias", (12,), group=1, frozen=True)))

@@ -1,1 +1,1 @@
-"""Real engines: kinds, models, and the work of the ranks, which alone import most of it."""
+"""Real engines: kinds, models, and the work of the ranks. Only ranks import most of these modules."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class AioHandle:
-    """``deepspeed_py_io_handle.h``; the arguments are those of the operator."""
+    """``deepspeed_py_io_handle.h``, with the arguments of the operator."""
 
     locked: dict[int, Tensor] = {}  # noqa: RUF012 - of the process, as the operator's
 
@@ -45,7 +45,7 @@ class AioHandle:
         return 0
 
     def async_pwrite(self, buffer: Tensor, path: str | int, offset: int) -> int:
-        """Write to a path, or to an open file as the fast writer does."""
+        """Write to a path, or to an open file for the fast writer."""
         self.pending.append(("write", buffer, path, offset))
         return 0
 

@@ -1,4 +1,4 @@
-"""Engines whose experts lie in parameters of several forms: AutoEP's, fused by transformers, DeepSpeed's own."""
+"""Engines with experts in several forms: of AutoEP, fused by transformers, and native ones of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Spread(Kind):
         ep: expert-parallel degree.
         data_first: order of the groups.
         tp: ranks over which AutoTP cuts the dense layers; experts are spread over these too.
-        muon: it trains the matrices, those of the experts included.
+        muon: it trains the matrices, including the experts' matrices.
         pp: stages of a pipeline.
-        kind: form of the experts: ``autoep``; ``fused``, one parameter for all; ``native``, DeepSpeed's own.
+        kind: form of the experts: ``autoep``; ``fused``, one parameter for all; ``native``, of DeepSpeed.
         biased: AutoEP's routers have a buffer.
     """
 
@@ -86,17 +86,17 @@ class Spread(Kind):
         return source != self or self.stage == 3 or (self.stage == 0 and self.precision == "bf16" and self.pp > 1)
 
     def find_refusal(self, source: Any) -> str:
-        """Muon sorts by size, and cut matrices have another one."""
+        """Return the expected refusal: Muon sorts by size, and cut matrices have another size."""
         return "the param groups differ" if self.muon and source.stage == 0 and self.tp > 1 else ""
 
     def find_tolerance(self, source: Any) -> float | None:
-        """DeepSpeed's own experts have another gate. Tensor parallelism and pipelines sum in another order."""
+        """Native experts have another gate, and tensor parallelism and pipelines sum in another order."""
         if {self.precision, source.precision} != {"fp32"} or (self.kind == "native") != (source.kind == "native"):
             return None
         return 1e-6 if {self.tp, self.pp, source.tp, source.pp} == {1} else 1e-5
 
     def adjust(self, state: str, saved: Tensor, loaded: Tensor) -> Tensor:
-        """ZeRO 3 keeps momentum in bf16, in whatever dtype it is read."""
+        """Return the kept tensor: ZeRO 3 keeps momentum in bf16."""
         saved = saved.bfloat16() if state == "momentum_buffer" and self.stage == 3 else saved
         return saved.view(loaded.shape)
 
@@ -110,7 +110,7 @@ def join_cut(parts: Sequence[States], tp: int) -> States:
 
 
 class Gate(nn.Linear):
-    """Mixtral's router; that its outputs are recorded lets AutoEP keep it under two names."""
+    """Mixtral's router. AutoEP keeps it under two names because its outputs are recorded."""
 
     _can_record_outputs: ClassVar = {"router_logits": {"index": 0}}
 
@@ -121,7 +121,7 @@ class Gate(nn.Linear):
 
 
 class FusedExperts(nn.Module):
-    """Mixtral's experts, as transformers 5 holds them."""
+    """Mixtral's experts in the form of transformers 5."""
 
     def __init__(self, experts: int):
         super().__init__()
@@ -149,7 +149,7 @@ class Block(nn.Module):
 
 
 class NativeExpert(nn.Module):
-    """One expert of DeepSpeed's own layer."""
+    """One expert of DeepSpeed's native layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class NativeExpert(nn.Module):
 
 
 class NativeBlock(MoE):
-    """DeepSpeed's own layer, its output alone."""
+    """DeepSpeed's native layer, which returns only the output."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)[0]
@@ -185,7 +185,7 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Layers with tokens that depend on no other token, under the names of Mixtral."""
+    """Layers with Mixtral's names. No token depends on another token."""
 
     def __init__(self, layers: Sequence[nn.Module], experts: int):
         super().__init__()
@@ -276,8 +276,8 @@ def step(engine: Any) -> float:
 def read_states(engine: Any) -> States:
     """Read the states of this rank and its replicas, experts of any form under AutoEP's names in the whole layer."""
     if any(isinstance(module, MoE) for module in engine.module.modules()):
-        own = engine_experts.read_states(engine)
-        return {(find_name(name), state): tensor for (name, state), tensor in own.items() if state != "step"}
+        native = engine_experts.read_states(engine)
+        return {(find_name(name), state): tensor for (name, state), tensor in native.items() if state != "step"}
     layers = {
         strip_compiled(f"{name}.experts"): module
         for name, module in engine.module.named_modules()
@@ -319,8 +319,8 @@ def find_name(name: str) -> str:
     number, _, rest = name.partition(".")
     if number.isdigit():
         name = f"head.{rest}" if number == "3" else f"model.layers.{int(number) - 1}.{rest}"
-    head, own, rest = name.partition(".deepspeed_moe.")
-    if not own:
+    head, layer_marker, rest = name.partition(".deepspeed_moe.")
+    if not layer_marker:
         return name.replace(".gate.gate.", ".gate.").replace(".router.gate.", ".gate.").replace(".router.", ".gate.")
     if rest.startswith("gate."):
         return f"{head}.gate.weight"

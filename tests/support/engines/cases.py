@@ -23,7 +23,7 @@ BATCH = 60  # samples per step; 1, 2, 3, 4, 5 and 6 ranks share them evenly
 FEATURES = 13
 MIXED: dict[str, Any] = {"scheduler": True}
 SMALL: dict[str, Any] = {"model": "plain", "scheduler": True}
-"""Options of `make` that most tests use, so that they share saved runs."""
+"""Options of `make` for most tests, which therefore share saved runs."""
 
 BF16_WITHOUT_ZERO = Version("0.17.6") > DEEPSPEED
 
@@ -49,7 +49,7 @@ class Case(Kind):
     def join(self, ranks: Sequence[Any]) -> CapturedEngine:
         first, *others = (local.state for local in ranks)
         for other in others:
-            # In a fresh engine copies may be other roundings of the masters, with which `compare` compares them.
+            # In a fresh engine copies may be other roundings of the masters than `compare` expects.
             found = [line for line in compare(first, other)[1] if ", state value:" not in line]
             found += [
                 name for name, each in first.parameters.items() if not each.value.equal(other.parameters[name].value)
@@ -85,7 +85,7 @@ def step(engine: Any) -> float:
 
 
 def train_engine(engine: Any) -> Generator[float, None, None]:
-    """Yields the loss of each step."""
+    """Yield the loss of each step."""
     while True:
         loss = compute_loss(engine)
         engine.backward(loss)
@@ -136,7 +136,7 @@ def make_engine(
 
 
 def train(ds_config: dict[str, Any], *args: Any, **options: Any) -> Generator[Any, None, None]:
-    """Yields the engine of `make_engine`, then the loss of each step."""
+    """Yield the engine of `make_engine`, then the loss of each step."""
     engine = make_engine(ds_config, *args, **options)
     yield engine
     yield from train_engine(engine)

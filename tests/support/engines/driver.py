@@ -38,7 +38,7 @@ class Saved:
 
     @cached_property
     def state(self) -> Any:
-        """The joined state that the files hold."""
+        """The joined state in the files."""
         return self.kind.keep(self.kind.join(self.ranks))
 
     @cached_property
@@ -75,7 +75,7 @@ class Outcome:
         return self.ranks[0].list_messages(level, part)
 
     def check_refused(self, *words: str, changed: bool = False) -> str:
-        """Check that all ranks refuse with one error and keep their engine. Returns type and message.
+        """Check that all ranks refuse with one error and keep their engine. Return type and message.
 
         Args:
             words: parts of the message, or types of the error.
@@ -162,7 +162,7 @@ class Source:
         options: of its ``make``, which the loading engine does not have.
         arguments: of `load_checkpoint`.
         steps: before and after the save.
-        part: folder below that of the run.
+        part: folder below the run's folder.
         change: takes the driver, the folder of the run and a new one, which it fills; the engine loads this.
         unreadable: files whose name contains this cannot be opened on rank 1.
         check: takes the saved run and the outcome, instead of the usual comparison.
@@ -186,12 +186,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Row:
-    """One engine that loads several runs in turn. A state that a load leaves behind shows in the next one.
+    """One engine that loads several runs in turn. State that a load leaves behind changes the next load.
 
     Attributes:
         sources: kinds, or descriptions with more.
         options: of ``make`` of both sides.
-        live: of ``make`` of the target alone.
+        live: of ``make`` of only the target.
         check: takes the saved run and the outcome after the comparison.
         compared: arguments of `Outcome.check`.
         exhaustive: runs under ``-m exhaustive`` only.
@@ -280,7 +280,7 @@ class Engines:
         """Make the loads one after the other in one engine of `kind`.
 
         Args:
-            loads: a folder, of which the load is followed by two steps, a saved run or a `Load`.
+            loads: a folder (two steps follow its load), a saved run or a `Load`.
             arguments: of `load_checkpoint` for all loads of folders.
             options: of the kind's ``make``.
         """
@@ -319,7 +319,7 @@ class Engines:
         return outcomes
 
     def build(self, optimizer: str | None) -> None:
-        """Let DeepSpeed compile the operator of an optimizer, which takes a minute at the first time on a machine."""
+        """Let DeepSpeed compile the operator of an optimizer, which takes a minute once per machine."""
         builder = next((op for name, op in OPERATORS.items() if (optimizer or "").startswith(name)), None)
         if builder and builder not in self._built:
             self.worlds.get(1).run(build_op, builder, timeout=500)

@@ -1,4 +1,4 @@
-"""Engines of DeepSpeed's own experts, under tensor and pipeline parallelism too."""
+"""Engines of DeepSpeed's native experts, also under tensor and pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from parallel import Line, ParallelState, copy_to, reduce_from  # type: ignore[i
 EXPERTS = 4
 FEATURES, INNER = 6, 8
 ADAM = {"type": "Adam", "params": {"lr": 0.01, "eps": 1e-4, "torch_adam": True}}
-"""Has a larger eps, with which the rounding of a zero gradient does not become a whole step."""
+"""Its larger eps prevents a whole step by the rounding of a zero gradient."""
 
 CUT = {"up": 0, "up_bias": 0, "down": 1}
 """By the end of its name the dimension along which tensor parallelism cuts a parameter; the others are replicated."""
@@ -53,16 +53,16 @@ RULES = {
 
 @dataclass(frozen=True)
 class Spread(Kind):
-    """Two layers of DeepSpeed's own experts between dense ones.
+    """Two layers of DeepSpeed's native experts between dense ones.
 
     Attributes:
         ep: expert-parallel degrees of the two layers, or of both.
         data_first: order of the groups.
         shuffled: odd ranks have the param groups of the degrees in another order.
         tied: the second layer of experts is the first one.
-        residual: attribute that holds the first layer, which is residual then.
+        residual: attribute with the first layer, which is then residual.
         together: all parameters are in one param group of a client's optimizer.
-        cut: expert tensor parallelism; without it experts are spread over the tensor-parallel ranks too.
+        cut: expert tensor parallelism; otherwise experts are also spread over the tensor-parallel ranks.
         fp32_grads: gradients are summed in fp32, which makes DeepSpeed take BF16_Optimizer.
         turns: dense layers alternate with layers of experts.
         dual: every pipeline rank holds two stages (DualPipeV).
@@ -126,7 +126,7 @@ class Spread(Kind):
 
 @dataclass(frozen=True)
 class Peers:
-    """The tensor-parallel ranks of a layer; a copy of a layer has the same ones."""
+    """The tensor-parallel ranks of a layer, shared by copies of the layer."""
 
     line: Line
 
@@ -149,7 +149,7 @@ class Block(nn.Module):
         for name, tensor in whole.items():
             own = tensor.chunk(size, CUT[name])[rank].contiguous() if name in CUT else tensor
             self.register_parameter(name, nn.Parameter(own))
-            getattr(self, name).tensor_model_parallel = name in CUT  # BF16_Optimizer takes the norm of these alone
+            getattr(self, name).tensor_model_parallel = name in CUT  # BF16_Optimizer computes the norm of these only
 
     def forward(self, x: Tensor) -> Tensor:
         x = copy_to(x, self.peers.line) if self.peers else x
@@ -158,7 +158,7 @@ class Block(nn.Module):
 
 
 class Sparse(nn.Module):
-    """A layer of experts; tokens depend on no other token, and none is dropped.
+    """A layer of experts. No token depends on another token, and no token is dropped.
 
     Args:
         residual: attribute that holds a residual layer.

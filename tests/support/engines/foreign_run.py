@@ -55,7 +55,7 @@ def refuse(folders: list[str], stage: int) -> tuple[list[str], list[str], list[f
     """Load folders that a trained engine must refuse.
 
     Returns:
-        Error message and changes for each folder; the losses of further training, and those of an untouched engine.
+        Error message and changes for each folder; losses of further training; losses of an untouched engine.
     """
     engine, twin = start(stage), start(stage)
     losses = [_train(each, range(2)) for each in (engine, twin)]

@@ -24,7 +24,7 @@ SUMS_IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
 
 
 def enable(precision: str) -> dict[str, Any]:
-    """Returns the section of a ds_config for a precision; none for fp32."""
+    """Return the section of a ds_config for a precision, empty for fp32."""
     scale = {"initial_scale_power": 8} if precision == "fp16" else {}
     return {} if precision == "fp32" else {precision: {"enabled": True, **scale}}
 
@@ -51,7 +51,7 @@ class Kind:
     """Samples per step, all ranks together."""
 
     universal: ClassVar[Any] = None
-    """The plugin's section while the engine saves; with None it is off then."""
+    """The plugin's section while the engine saves; None: the plugin is off."""
 
     def __str__(self) -> str:
         parts = [f"zero{self.stage}", self.precision, f"of{self.world}"]
@@ -63,7 +63,7 @@ class Kind:
 
     @property
     def home(self) -> Any:
-        """The module that makes and trains the engine, or a class that does so itself."""
+        """The module or class that makes and trains the engine."""
         return type(self) if hasattr(self, "make") else sys.modules[type(self).__module__]
 
     @property
@@ -71,7 +71,7 @@ class Kind:
         return self.make_config()
 
     def make_config(self, zero: Mapping[str, Any] | None = None, **more: Any) -> dict[str, Any]:
-        """Returns the ds_config with further keys."""
+        """Return the ds_config with further keys."""
         return {
             "train_batch_size": self.batch,
             # The default bucket has 5e8 elements; the tests hash all memory of an engine.
@@ -88,7 +88,7 @@ class Kind:
 
     @property
     def operator(self) -> str:
-        """Optimizer whose operator DeepSpeed compiles for the engine; empty for none."""
+        """Optimizer whose operator DeepSpeed compiles for the engine, or ""."""
         return "fused_adam" if self.ds_config.get("optimizer", {}).get("type") == "Muon" else ""
 
     def but(self, **changes: Any) -> Any:
@@ -99,7 +99,7 @@ class Kind:
         return self.but(config={**self.config, "checkpoint": {"universal": options or True}})
 
     def live(self) -> Any:
-        """Return the kind with the plugin on, unless its configuration says otherwise."""
+        """Return the kind with the plugin on, unless its configuration turns it off."""
         section = {"universal": self.universal or True, **self.config.get("checkpoint", {})}
         return self.but(config={**self.config, "checkpoint": section})
 
@@ -126,11 +126,11 @@ class Kind:
         return getattr(self.home, "read_states", read_states)  # type: ignore[no-any-return]
 
     def join(self, ranks: Sequence[Any]) -> Any:
-        """Join the states of all ranks; replicas have to be equal."""
+        """Join the states of all ranks; replicas must be equal."""
         return join([local.state for local in ranks])
 
     def keep(self, state: Any) -> Any:
-        """Return the part of a joined state that the files hold."""
+        """Return the part of a joined state in the files."""
         return state
 
     @property
@@ -139,7 +139,7 @@ class Kind:
         return None
 
     def compare(self, saved: Any, loaded: Any, *, buffers: bool = True) -> tuple[int, list[str]]:
-        """Compare joined states to the bit. Returns the number of compared tensors, and the differences."""
+        """Compare joined states to the bit. Return the number of compared tensors, and the differences."""
         found = [f"{key} is on one side alone" for key in saved.keys() ^ loaded.keys()]
         for (name, state), tensor in loaded.items():
             if (name, state) not in saved or (state == "buffer" and not buffers):
@@ -153,7 +153,7 @@ class Kind:
         return len(loaded), found
 
     def is_direct(self, source: Any) -> bool:
-        """Return True if the plugin's own loader loads `source` into this engine."""
+        """Return True if the plugin's loader loads `source` into this engine."""
         return source != self  # type: ignore[no-any-return]
 
     def find_refusal(self, source: Any) -> str:
@@ -165,7 +165,7 @@ class Kind:
         return max(LOSS_TOLERANCE[each.precision] for each in (self, source))  # type: ignore[no-any-return]
 
     def adjust(self, state: str, saved: Tensor, loaded: Tensor) -> Tensor:
-        """Return the saved tensor as this engine keeps it."""
+        """Return the saved tensor in the form of this engine."""
         return saved
 
 
@@ -181,7 +181,7 @@ def _describe(name: str, value: Any) -> list[str]:
 
 
 def run(kind: Kind, seed: int, options: Mapping[str, Any]) -> Generator[Any, None, None]:
-    """Yields the engine of a kind, then the loss of each step."""
+    """Yield the engine of a kind, then the loss of each step."""
     torch._dynamo.config.disable = True  # Muon's compiled update needs minutes; names of compiled models stay
     with kind.surround():
         engine = kind.home.make(kind, seed, **options)
@@ -213,12 +213,12 @@ def forget_autocast() -> None:
 
 
 def mean_square(output: Tensor, _label: Tensor) -> Tensor:
-    """A loss without labels."""
+    """Compute a loss without labels."""
     return output.float().pow(2).mean()
 
 
 def take_step(engine: Any, loss: Tensor) -> float:
-    """Make a step of the engine. Returns the mean of the loss over all ranks."""
+    """Make a step of the engine. Return the mean of the loss over all ranks."""
     engine.backward(loss)
     engine.step()
     total = loss.detach().clone()
@@ -233,11 +233,11 @@ def step_on_noise(
     loss_of: Callable[[Tensor, Tensor], Tensor] = mean_square,
     label: Callable[[Tensor], Tensor] = lambda own: own,
 ) -> float:
-    """Train on a batch that depends on the step's number. Returns the loss, as the mean over all ranks.
+    """Train on a batch that depends on the step's number. Return the mean loss over all ranks.
 
     Args:
         shape: of a whole batch.
-        part: number of this rank's part of the batch, and number of parts; by default those of the world.
+        part: number of this rank's part of the batch, and number of parts; by default rank and world size.
     """
     rank, parts = part or (dist.get_rank(), dist.get_world_size())
     batch = torch.randn(*shape, generator=torch.Generator().manual_seed(engine.global_steps))

@@ -25,7 +25,7 @@ WIDTH = 6
 
 
 def make(launch: Launch, seed: int) -> Any:
-    """Make a PipelineEngine. Matrices have weight decay, the rest none."""
+    """Make a PipelineEngine. Only matrices have weight decay."""
     allow_fp16_on_cpu()
     torch.manual_seed(seed)
     module = (pipe.DualPipeVModule if launch.dual else pipe.PipelineModule)(
@@ -42,7 +42,7 @@ def step(engine: Any) -> float:
 
 
 def group(module: nn.Module) -> list[dict[str, Any]]:
-    """Matrices with weight decay, the rest without and at another learning rate."""
+    """Group matrices with weight decay, and others without it at another learning rate."""
     parameters = list(module.parameters())
     return [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
@@ -51,7 +51,7 @@ def group(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def make_layer(letter: str) -> Any:
-    """A layer specification by its letter."""
+    """Make a layer specification by its letter."""
     if letter == "f":
         return scale
     if letter in "EH":
@@ -62,7 +62,7 @@ def make_layer(letter: str) -> Any:
 
 
 def _batches(engine: Any) -> Iterator[tuple[Any, Any]]:
-    """Every data-parallel rank takes its share of one global batch."""
+    """A data set of which every data-parallel rank reads its share of one global batch."""
     place, size = find_place(engine), engine.train_batch_size()
     generator = torch.Generator().manual_seed(1000 + engine.global_steps)
     share = torch.randn(size, WIDTH, generator=generator).chunk(place.dp)[place.dp_rank]

@@ -55,7 +55,7 @@ class Mixed(Base):
 
 
 class Plain(Base):
-    """Two layers, nothing special."""
+    """Two layers without special features."""
 
     def __init__(self, width: int = 7) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Columns(Plain):
 
 
 class TwoDtypes(Plain):
-    """`Plain` whose first layer is in 16 bits and the last one in 32, as the client made them."""
+    """`Plain` with a first layer in 16 bits and a last one in 32, both created by the client."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class Tiny(Base):
 
 
 def empty() -> nn.Module:
-    """`Plain` with parameters of no elements, between and after the others."""
+    """`Plain` with empty parameters between and after the others."""
     module = plain(empty=nn.Parameter(torch.zeros(0)))
     module.first.register_parameter("empty", nn.Parameter(torch.zeros(0, 4)))
     return module
@@ -177,7 +177,7 @@ def frozen() -> nn.Module:
 
 
 def aligned() -> nn.Module:
-    """`Plain` of which two ranks hold multiples of eight elements."""
+    """`Plain` with sizes such that two ranks hold multiples of eight elements."""
     return plain(first=nn.Linear(FEATURES, 16, bias=False), last=nn.Linear(16, 1, bias=False))
 
 
@@ -218,7 +218,7 @@ def param_groups(module: nn.Module, uniform: bool = False, by_dtype: bool = Fals
 
 
 class Simple(torch.optim.Optimizer):
-    """Base of optimizers that update one parameter after the other."""
+    """Base of optimizers that update parameters sequentially."""
 
     def __init__(self, params: Iterable[Any], lr: float):
         super().__init__(params, {"lr": lr, "weight_decay": 0.0})

@@ -1,4 +1,4 @@
-"""Engines of DeepSpeed's Muon; momentum is read from the place in which each kind of engine keeps it."""
+"""Engines of DeepSpeed's Muon. Each kind of engine keeps momentum in another object."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.engines.kinds import ON_CPU
 
 @dataclass(frozen=True)
 class Kind(kinds.Kind):
-    """Muon; ``in_memory``: ZeRO 3 keeps the momentum in memory; ``sums``: dtype in which gradients are summed."""
+    """Muon; ``in_memory``: ZeRO 3 keeps the momentum in memory; ``sums``: dtype of gradient sums."""
 
     precision: str = "bf16"
     offload: bool = False
@@ -42,7 +42,7 @@ class Kind(kinds.Kind):
             zero = {**zero, "reduce_scatter": False, "sub_group_size": 40, "stage3_param_persistence_threshold": 0}
             zero["save_muon_momentum_buffer_in_memory"] = self.in_memory
         params: dict[str, Any] = {"lr": 0.02, "muon_lr": 0.05, "momentum": 0.9}
-        if self.stage == 0:  # DeepSpeed's Adam counts the steps of the last parameter alone
+        if self.stage == 0:  # DeepSpeed's Adam counts the steps of only the last parameter
             params["torch_adam"] = True
         more = {"data_types": {"grad_accum_dtype": self.sums}} if self.sums else {}
         return self.make_config(zero, optimizer={"type": "Muon", "params": params}, **more)

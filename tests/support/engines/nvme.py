@@ -56,7 +56,7 @@ class Kind(kinds.Kind):
         return 0.0 if alike else None
 
     def configure(self, swap: str) -> dict[str, Any]:
-        """Returns the ds_config with a folder for swap files."""
+        """Return the ds_config with a folder for swap files."""
         zero: dict[str, Any] = {}
         if self.stage == 3:
             zero |= {"sub_group_size": WIDTH * WIDTH // 2 // self.world, "stage3_param_persistence_threshold": 100}
@@ -78,7 +78,7 @@ class Kind(kinds.Kind):
 
 
 class Model(nn.Module):
-    """Three large matrices with small ones between and behind them: some sub-groups stay in memory."""
+    """Three large matrices with small ones between and after them: some sub-groups stay in memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Model(nn.Module):
 
 
 def make(kind: Kind, seed: int, swap: str) -> Any:
-    """An engine that swaps to a folder."""
+    """Make an engine that swaps to a folder."""
     aio_standin.install()
     for module in (utils, optimizer_utils, partitioned_param_swapper):
         module.MIN_AIO_BYTES = LEAST

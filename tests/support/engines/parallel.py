@@ -24,7 +24,7 @@ class Launch(Kind):
     Attributes:
         model: of the example's GPT, a Llama, or letters of layers.
         method: `partition_method` of a pipeline.
-        fp32_grads: accumulate gradients in fp32, for which DeepSpeed uses BF16_Optimizer at stage 1.
+        fp32_grads: accumulate gradients in fp32, which makes DeepSpeed use BF16_Optimizer at stage 1.
         dual: every pipeline rank holds two stages (DualPipeV).
         nested: the engine saves `module` as Megatron-DeepSpeed does without a pipeline.
         patterns: option of the plugin.
@@ -62,7 +62,7 @@ class Launch(Kind):
 
     @property
     def ds_config(self) -> dict[str, Any]:
-        # Stage 0 with a pipeline clips by another norm than the others.
+        # Stage 0 with a pipeline clips by another norm than other stages.
         more = SUMS_IN_FP32 if self.fp32_grads else {}
         micro = 1 if self.dual else self.batch // self.dp
         optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}}
@@ -76,7 +76,7 @@ class Launch(Kind):
         return join(ranks, self.model)
 
     def keep(self, state: CapturedEngine) -> CapturedEngine:
-        """Return the part of a joined state that the files hold."""
+        """Return the part of a joined state in the files."""
         if not self.loses_copies:
             return state
         return replace(state, parameters={name: each for name, each in state.parameters.items() if "#" not in name})
@@ -87,7 +87,7 @@ class Launch(Kind):
         return count, [each for each in differences if not each.startswith(ignored)]
 
     def is_direct(self, source: Any) -> bool:
-        """Return True except in the same topology, and where DeepSpeed would not restore all parameters.
+        """Return True except in the same topology, unless DeepSpeed would not restore all parameters.
 
         Sequence parallelism is folded into data parallelism.
         """
@@ -133,7 +133,7 @@ def join(locals_: Sequence[Local], model: str) -> CapturedEngine:
     A parameter of several stages is there once for each: "name", "name#1", … in the order of the stages.
     """
     by_place: dict[tuple[int, int], Local] = {}
-    for local in locals_:  # data- and sequence-parallel ranks hold the same
+    for local in locals_:  # data- and sequence-parallel ranks are replicas
         twin = by_place.setdefault((local.place.pp_rank, local.place.tp_rank), local)
         differences = compare(twin.state, local.state)[1]
         assert not differences, differences

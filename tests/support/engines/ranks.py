@@ -68,7 +68,7 @@ def _pick(folder: Folder) -> str:
 
 @contextmanager
 def _blocked(part: str) -> Iterator[None]:
-    """Files with `part` in their name cannot be opened."""
+    """Context manager in which files with `part` in their name cannot be opened."""
     if not part:
         yield
         return
@@ -76,7 +76,7 @@ def _blocked(part: str) -> Iterator[None]:
     def block(real: Any) -> Any:
         def blocked(path: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(path, str | os.PathLike) and part in os.path.basename(os.fspath(path)):
-                time.sleep(0.2)  # the other threads begin to read meanwhile, and fail as well
+                time.sleep(0.2)  # other threads begin to read in this time and fail, too
                 raise PermissionError(13, "Permission denied", os.fspath(path))
             return real(path, *args, **kwargs)
 
@@ -101,7 +101,7 @@ class Local:
         error: type and message of a refusal, if the test catches it; ``kinds``: names of the type and its bases.
         held: blocks of exchange memory that are still mapped after a refusal.
         changed: parts of the engine that a refusal changed.
-        calls: number of DeepSpeed's own loads.
+        calls: number of DeepSpeed's loads.
         direct: None without the plugin.
         log: level and text of each message of the plugin.
     """
@@ -157,7 +157,7 @@ def save(
     plugin: bool = True,
     read: Callable[[Any], Any] = capture,
 ) -> Local:
-    """Train, save and train on, with or without the plugin.
+    """Train, save and continue, with or without the plugin.
 
     Args:
         steps: trained before each save.
@@ -245,7 +245,7 @@ def _load(trained: Generator[Any, None, None], engine: Any, load: Load, read: An
 
 @contextmanager
 def _count_loads() -> Iterator[mock.Mock]:
-    """Count the calls of DeepSpeed's own load."""
+    """Count the calls of DeepSpeed's load."""
     own = mock.Mock(side_effect=DeepSpeedEngine._load_checkpoint)
     with mock.patch.object(DeepSpeedEngine, "_load_checkpoint", lambda *a, **k: own(*a, **k)):  # noqa: PLW0108
         yield own
@@ -279,7 +279,7 @@ def uninstalled() -> Iterator[None]:
 
 
 def on_nodes(work: Callable[..., Any], memory: str, *args: Any, **options: Any) -> Any:
-    """Call `work` as if each rank were a node with a memory folder of its own."""
+    """Call `work` as if each rank were a node with a separate memory folder."""
     memory = os.path.join(memory, f"node{os.environ['RANK']}")
     with mock.patch.dict(os.environ, LOCAL_RANK="0", NODE_MEMORY=memory):
         return work(*args, **options)
@@ -291,7 +291,7 @@ def with_options(options: dict[str, Any], work: Callable[..., Any], *args: Any, 
         return work(*args, **more)
 
 
-# --- saves by way of memory
+# --- saves through memory
 
 
 def in_memory(memory: Path, **options: Any) -> dict[str, Any]:
@@ -300,7 +300,7 @@ def in_memory(memory: Path, **options: Any) -> dict[str, Any]:
 
 
 def close(engine: Any) -> None:
-    """End an engine as a preempted process does: its saves stay in memory for the next load."""
+    """End an engine like a preempted process: its saves stay in memory for the next load."""
     saver = find_state(engine).saver
     if saver is not None:
         saver.keeps_memory = True
@@ -309,7 +309,7 @@ def close(engine: Any) -> None:
 
 
 def wait_for_marks(place: object) -> None:
-    """Wait until the nodes' coordination files are gone, a moment after all saves are complete."""
+    """Wait until the nodes' coordination files are removed, shortly after all saves are complete."""
     wait_until(lambda: not any(WRITTEN in name for name in list_tree(str(place))))
 
 

@@ -16,7 +16,7 @@ States = dict[tuple[str, str], Tensor]
 
 
 def read_states(engine: Any) -> States:
-    """Read the states of this rank and its replicas, whole; partitions are gathered over their own groups."""
+    """Read the whole states of this rank and its replicas; partitions are gathered over their groups."""
     names = {id(param): strip_compiled(name) for name, param in engine.module.named_parameters()}
     found: States = {}
     for name, held in capture(engine).parameters.items():
@@ -29,7 +29,7 @@ def read_states(engine: Any) -> States:
 
 
 def _read_momentum(wrapped: Any) -> Iterator[tuple[Any, Tensor]]:
-    """Yield Muon's momentum: ZeRO 1 and 2 keep it of whole parameters, ZeRO 3 perhaps outside of the optimizer."""
+    """Yield Muon's momentum: of whole parameters under ZeRO 1 and 2, maybe outside of the optimizer under ZeRO 3."""
     for number, flat in getattr(wrapped, "muon_momentum_buffer_partitioned_groups_flat", {}).items():
         for param, _, make_whole in _list_partitioned(wrapped.fp16_groups[number], flat):
             yield param, make_whole(flat).clone()
@@ -43,7 +43,7 @@ def _read_momentum(wrapped: Any) -> Iterator[tuple[Any, Tensor]]:
 
 
 def join(parts: Sequence[States], find_cut: Callable[[str], int | None] = lambda _: None, tp: int = 1) -> States:
-    """Join the states of all ranks; replicas have to be equal.
+    """Join the states of all ranks; replicas must be equal.
 
     Args:
         parts: by rank of the world.

@@ -1,4 +1,4 @@
-"""Sequence parallelism (Ulysses, ALST) in each way of giving batch sizes.
+"""Sequence parallelism (Ulysses, ALST) with each choice of configured batch sizes.
 
 With an mpu of ALST's kind DeepSpeed computes its batch sizes with ``/``: the saved counters are floats.
 """
@@ -86,7 +86,7 @@ def step(engine: Any) -> float:
 
 
 def make_mpu(kind: str, sp: int) -> Any:
-    """Make the object that gives DeepSpeed the groups; None for data parallelism alone."""
+    """Make the object that supplies DeepSpeed's groups; None for only data parallelism."""
     if not kind:
         return None
     if not dist.is_initialized():

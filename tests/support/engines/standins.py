@@ -21,7 +21,7 @@ from tests.support.engines.cases import Case, make_engine
 from tests.support.engines.models import MODELS, param_groups
 
 ON_GPU = get_accelerator().device_name() == "cuda"
-"""Most stand-ins are for the CPU alone."""
+"""Mark of tests with stand-ins, most of which are only for the CPU."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Stood(Case):
 
 
 def make(kind: Stood, seed: int, **options: Any) -> Any:
-    """Make the engine; "zenflow" makes its own optimizers, "offloaded" has trained and offloaded its states."""
+    """Make the engine; "zenflow" creates optimizers itself, "offloaded" has trained and offloaded its states."""
     if kind.stand_in == "zenflow":
         module = MODELS["columns"]()
         return deepspeed.initialize(model=module, model_parameters=param_groups(module), config=kind.ds_config)[0]
@@ -103,7 +103,7 @@ def fast() -> Iterator[None]:
     writer_factory.AsyncIOBuilder = fast_file_writer.UtilsBuilder = builder
     writer_factory.get_accelerator = lambda: SimpleNamespace(pin_memory=lambda it, **_: it, is_pinned=lambda _: True)
     os.environ.update(CROSS_SIZE="1", CROSS_RANK="0")
-    with mock.patch.object(os, "O_DIRECT", 0):  # needs aligned memory, which its real handle has
+    with mock.patch.object(os, "O_DIRECT", 0):  # needs aligned memory, which only the real handle has
         yield
 
 
