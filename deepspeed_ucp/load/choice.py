@@ -191,7 +191,8 @@ def list_unproven(context: LoadContext, target: Target | None, index: AtomicInde
     if target is not None and index is not None:
         doubts += target.find_other_kinds(index) if context.with_states else ()
         doubts = doubts or list_other_orders(context, target, index)  # the direct load compares the orders itself
-    return [f"DeepSpeed's own load is not known to be right with: {shorten(doubts)}"] if doubts else []
+    named = shorten(dict.fromkeys(doubts))
+    return [f"DeepSpeed's own load is not known to be right with: {named}"] if doubts else []
 
 
 _OF_EXPERTS = ("ds_autoep_layers", "expert_parameter_patterns")
