@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,6 +23,15 @@ from deepspeed_ucp.data import ElasticSampler, ElasticStream, Order
 from deepspeed_ucp.engine_state import KEY, Carried, collect, hand_out, note_step
 from deepspeed_ucp.errors import CheckpointError, ConfigError, MismatchError
 from tests.support.ranks import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def end_workers() -> Iterator[None]:
+    """Collect DataLoaders: they wait for their workers, which must not happen in the middle of another test."""
+    yield
+    if torch.multiprocessing.active_children():
+        gc.collect()
+
 
 BATCH = 12
 WORLDS = (1, 2, 3, 4, 6, 12)
