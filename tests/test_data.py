@@ -27,10 +27,12 @@ from tests.support.ranks import run_ranks
 
 @pytest.fixture(autouse=True)
 def end_workers() -> Iterator[None]:
-    """Collect DataLoaders: they wait for their workers, which must not happen in the middle of another test."""
+    """End the workers of a test's DataLoaders: the garbage collector would wait 5 s for each, in some other test."""
     yield
     if torch.multiprocessing.active_children():
-        gc.collect()
+        for each in gc.get_objects():
+            if hasattr(type(each), "_shutdown_workers"):
+                each._shutdown_workers()
 
 
 BATCH = 12
