@@ -30,7 +30,12 @@ class Kind(kinds.Kind):
         return alike and (source.world == self.world or (source.stage, source.precision) == (0, "fp32"))
 
     def is_direct(self, source: Any) -> bool:
-        return self.in_memory or not self.is_alike(source)
+        return self.in_memory or self.has_low_momentum() or not self.is_alike(source)
+
+    def has_low_momentum(self) -> bool:
+        """Return True if the momentum has the gradients' dtype, not the masters', to which DeepSpeed would cast it."""
+        is_low = self.precision == "bf16" and self.sums != "fp32"
+        return is_low and (self.stage == 3 or (self.stage > 0 and not self.offload))
 
     def find_tolerance(self, source: Any) -> float | None:
         return 0.0 if self.is_alike(source) and source.world == self.world else None
