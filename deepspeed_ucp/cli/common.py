@@ -70,12 +70,7 @@ def find_width() -> int:
 
 
 def add_command(commands: Commands, name: str, *, description: str, examples: str, keys: str = "") -> Parser:
-    """Add a command's parser.
-
-    Args:
-        examples: command lines, one per line.
-        keys: keys of the object that ``--json`` prints.
-    """
+    """Add a command's parser; ``keys`` are those of the object that ``--json`` prints."""
     width = find_width()
     epilog = f"examples:\n{textwrap.indent(inspect.cleandoc(examples), '  ')}\n"
     if keys:
@@ -103,7 +98,6 @@ def add_shared_options(
 
     Args:
         checkpoint: the command opens a checkpoint: ``--groups`` and ``--also``.
-        patterns: it takes ``--patterns``.
         second: name of a second checkpoint, for ``--also-NAME``.
         window: default of ``--window-mb``; 0 for a command without ``--workers`` and ``--window-mb``.
     """
@@ -154,11 +148,7 @@ def make_parser(units: Mapping[str, float], wanted: str, *, whole: bool = False)
 
 
 def read_work_options(options: argparse.Namespace, *, least: int) -> dict[str, Any]:
-    """Return the fields of ``WorkOptions``, with a progress bar.
-
-    Args:
-        least: smallest window in MiB.
-    """
+    """Return the fields of ``WorkOptions``; ``least`` is the smallest window in MiB."""
     if options.workers < 0 or options.window_mb < least:
         raise ConfigError(f"--workers must not be negative, --window-mb not below {least}.")
     return {

@@ -101,7 +101,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line."""
     parser = build_parser(tuple(name for name in COMMANDS if argv[:1] == [name]) or COMMANDS)
     options, left = parser.parse_known_args(argv)
     # Before Python 3.13 argparse does not assign a DST behind options.

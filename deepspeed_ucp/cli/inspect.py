@@ -12,9 +12,7 @@ from . import common
 from .printing import OK, emit
 
 if TYPE_CHECKING:
-    from ..formats.open import FolderReport
     from ..model.index import AtomicIndex
-    from ..tensor_parallel.rules import RuleSet
     from .contents import Parameter
 
 
@@ -51,6 +49,7 @@ def run(options: argparse.Namespace) -> int:
     from ..comm import join_launch
     from ..formats.deepspeed.naming import Naming
     from ..formats.open import survey_checkpoint
+    from .contents import detail_parameter, list_contents, write_detail, write_summary
 
     with join_launch() as comm:
         folder, *also = common.find_folders(options.checkpoint, options.also, comm)
@@ -61,19 +60,13 @@ def run(options: argparse.Namespace) -> int:
         index = report.index if is_unnamed and report.index else comm.run(report.require)
         if not comm.rank:
             common.warn_unused_groups(options, index)
-            _show(options, report, index, rules)
+            data = list_contents(report, index, rules)
+            if options.param is not None:
+                detail = detail_parameter(index, _pick_parameter(index, data["parameters"], options.param))
+                emit(options, detail, write_detail(detail))
+            else:
+                emit(options, data, write_summary(index, data, unfold=options.all))
     return OK
-
-
-def _show(options: argparse.Namespace, report: FolderReport, index: AtomicIndex, rules: Sequence[RuleSet]) -> None:
-    from .contents import detail_parameter, list_contents, write_detail, write_summary
-
-    data = list_contents(report, index, rules)
-    if options.param is not None:
-        detail = detail_parameter(index, _pick_parameter(index, data["parameters"], options.param))
-        emit(options, detail, write_detail(detail))
-    else:
-        emit(options, data, write_summary(index, data, unfold=options.all))
 
 
 def _pick_parameter(index: AtomicIndex, parameters: Sequence[Parameter], wanted: str) -> Parameter:

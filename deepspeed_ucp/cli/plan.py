@@ -17,7 +17,8 @@ GIGA = 1_000_000_000
 MEMORY = 10 * GIGA
 """Bytes per second that a node copies into its memory."""
 
-OPTIMIZERS = ("adam", "adamw", "lion", "momentum", "adagrad", "sgd")
+OPTIMIZERS = {"adam": 2, "adamw": 2, "lion": 1, "momentum": 1, "adagrad": 1, "sgd": 0}
+"""Number of element-wise fp32 states per parameter."""
 
 _NEEDS = {
     "checkpoint": ("train-batch-size", "patterns", "groups", "also"),
@@ -132,7 +133,7 @@ def _plan_model(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]
     if obstacles:
         return data, ["not possible", *(f"  - {text}" for text in obstacles), "", f"to  {degrees.describe()}"]
     optimizer = options.optimizer or "adam"
-    size = estimate_run(options.params, degrees, optimizer)
+    size = estimate_run(options.params, degrees, OPTIMIZERS[optimizer])
     data |= {"params": options.params, "optimizer": optimizer, **size}
     rows = [
         ("weights", format_bytes(size["weights"]), "" if size["weights"] else "the masters are the weights"),
@@ -153,36 +154,29 @@ def _add_times(
     options: argparse.Namespace, data: dict[str, Any], degrees: Degrees, states: int, weights: int
 ) -> list[str]:
     """Add times and save intervals to ``data``; return the lines about them."""
+    from ..examine.sizing import choose_interval, judge_interval, list_ways, measure_save
+
     read, saved = data.get("read") or states, states + weights
-    seconds = {
+    data["seconds"] = {
         "load": options.read_gbs and read / options.read_gbs,
         "save": options.write_gbs and saved / options.write_gbs,
     }
-    data["seconds"] = seconds
-    times = [f"a {name} takes at least {format_duration(time)}" for name, time in seconds.items() if time]
+    times = [f"a {name} takes at least {format_duration(time)}" for name, time in data["seconds"].items() if time]
     lines = ["", "; ".join(times)] if times else []
-    return [*lines, *_plan_saves(options, data, degrees, states, weights)] if options.mtbf else lines
-
-
-def _plan_saves(
-    options: argparse.Namespace, data: dict[str, Any], degrees: Degrees, states: int, weights: int
-) -> list[str]:
-    """Add how often to save to ``data``; returns the lines about it."""
-    from ..examine.sizing import choose_interval, judge_interval, list_ways, measure_save
-
+    if not options.mtbf:
+        return lines
     per_node, ways, rows = options.ranks_per_node or 8, list[dict[str, Any]](), list[tuple[str, ...]]()
     node, nodes = measure_save(states, weights, degrees, per_node)
     speeds = {"memory": MEMORY, "write": options.write_gbs, "read": options.read_gbs, "restart": options.restart}
     network = options.net_gbs and options.net_gbs * per_node
-    for way in list_ways(states + weights, node, **speeds, network=network, stall=options.stall):
+    for way in list_ways(saved, node, **speeds, network=network, stall=options.stall):
         seconds = choose_interval(way, options.mtbf)
         trains, lost = judge_interval(way, seconds, options.mtbf)
         ways.append({**asdict(way), "interval": {"seconds": seconds, "trains": trains, "lost": lost}})
-        times = (format_duration(time) for time in (seconds, way.stall, way.safe, lost))
-        rows.append((way.saves, way.leaves, *times, f"{trains:.2%}"))
-    size = {"total": states + weights, "node": node, "nodes": nodes}
-    data["saves"] = {"mtbf": options.mtbf, "size": size, "ways": ways}
+        durations = map(format_duration, (seconds, way.stall, way.safe, lost))
+        rows.append((way.saves, way.leaves, *durations, f"{trains:.2%}"))
+    data["saves"] = {"mtbf": options.mtbf, "size": {"total": saved, "node": node, "nodes": nodes}, "ways": ways}
     header = ("saves", "a failure leaves", "interval", "stall", "safe after", "a failure costs", "trains")
     text = f"a failure every {format_duration(options.mtbf)}; {pluralize(nodes, 'node')} of {per_node} ranks"
     table = format_table(rows, header, right=range(2, len(header)))
-    return ["", f"{text}, at most {format_bytes(node)} of a save each", "", *table]
+    return [*lines, "", f"{text}, at most {format_bytes(node)} of a save each", "", *table]

@@ -7,7 +7,6 @@ import json
 import os
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import ConfigError, UcpError
@@ -39,7 +38,9 @@ def add_parser(commands: common.Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the script, whose errors and exit code are passed through."""
+    """Run the script as ``python SCRIPT ARGS…`` would; its errors and exit code pass through."""
+    from .. import install
+
     script = options.script
     try:
         default = _read_default(options.config)
@@ -52,7 +53,13 @@ def run(options: argparse.Namespace) -> int:
     except UcpError as error:
         print_message(f"ds_ucp run: {error}")
         return ERROR
-    _run_script(script, [*options.launcher, *options.args], is_module=options.module, default_on=default)
+    install(default_on=default)
+    sys.argv = [script, *options.launcher, *options.args]
+    if options.module:
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0:1] = [os.path.dirname(os.path.abspath(script))]
+        runpy.run_path(script, run_name="__main__")
     return OK
 
 
@@ -82,16 +89,3 @@ def _read_default(text: str | None) -> bool | dict[str, Any]:
         from_config(given["patterns"])
     merge_options([("--config", given)])
     return given or True
-
-
-def _run_script(script: str, args: Sequence[str], *, is_module: bool, default_on: bool | Mapping[str, Any]) -> None:
-    """Run a script as ``python SCRIPT ARGS…`` would, with the plugin on by default."""
-    import deepspeed_ucp
-
-    deepspeed_ucp.install(default_on=default_on)
-    sys.argv = [script, *args]
-    if is_module:
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
-        return
-    sys.path[0:1] = [os.path.dirname(os.path.abspath(script))]
-    runpy.run_path(script, run_name="__main__")

@@ -78,7 +78,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _refuse_seal(folder: str) -> None:
-    """Raise if a folder cannot have a seal."""
     from ..formats.deepspeed.files import find_foreign, holds_atoms, list_entries
 
     entries = list_entries(folder)

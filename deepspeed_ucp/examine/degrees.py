@@ -28,7 +28,6 @@ class Degrees:
 
     @property
     def world(self) -> int:
-        """Number of ranks."""
         return self.shards * self.tp * self.pp
 
     @property
@@ -38,7 +37,6 @@ class Degrees:
 
     @property
     def traits(self) -> Wrapper:
-        """Properties of the wrapper."""
         return find_wrapper(self.wrapper)
 
     @property

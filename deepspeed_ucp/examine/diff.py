@@ -52,7 +52,6 @@ class Tally:
     relative: float = 0.0
 
     def join(self, other: Tally) -> Tally:
-        """Add two results."""
         places = [tally.first for tally in (self, other) if tally.differing]
         return Tally(
             self.numel + other.numel,
@@ -61,10 +60,6 @@ class Tally:
             max(self.largest, other.largest),
             max(self.relative, other.relative),
         )
-
-    def shift(self, start: int) -> Tally:
-        """Count positions from ``start``."""
-        return replace(self, first=self.first + start) if self.differing else self
 
 
 NOTHING = Tally()
@@ -273,7 +268,7 @@ def _tally(pair: Pair, span: Range, mine: memoryview, theirs: memoryview) -> tup
         first = mine[low * pair.left.itemsize : high * pair.left.itemsize]
         second = theirs[low * pair.right.itemsize : high * pair.right.itemsize]
         tally = compare(first, second, pair.left.dtype, pair.right.dtype, pair.rounded_to)
-        tallies.append(tally.shift(span.start + low))
+        tallies.append(replace(tally, first=tally.first + span.start + low) if tally.differing else tally)
     return tallies[0], tallies[1]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,7 +35,6 @@ class ResumeCheck:
     Attributes:
         obstacles: reasons why the resume would fail; empty if it is possible.
         loader: ``DeepSpeed`` in the saved topology, else ``deepspeed_ucp``.
-        differences: differences between the topologies.
         batch: saved ``train``, ``micro`` and ``gas`` sizes, and ``change``: what ``preserve_batch_size`` would change.
         patterns: source of the patterns → number of parameters.
         state: bytes of the tensors that are restored; 0 if DeepSpeed loads them.
@@ -58,11 +57,7 @@ class ResumeCheck:
 def check_resume(
     index: AtomicIndex, degrees: Degrees, rules: Sequence[RuleSet] = (), *, train_batch: int | None = None
 ) -> ResumeCheck:
-    """Check a resume at other degrees with the functions that a load checks it with.
-
-    Args:
-        train_batch: a ``train_batch_size`` that replaces the saved one.
-    """
+    """Check a resume as a load does; ``train_batch`` replaces ``train_batch_size``."""
     files = index.files
     check = ResumeCheck(degrees, files=len(files), checkpoint=sum(file.size for file in files))
     saved, objections = replace(index.topology, flats=()), Objections()
@@ -70,9 +65,8 @@ def check_resume(
         check.differences.append("not DeepSpeed's own format")
     else:
         check.differences += find_differences(saved, degrees.to_topology(saved))
-    config = read_saved_config(index)
     with objections:
-        check.batch = _fit_batch(config, degrees.dp, train_batch)
+        check.batch = _fit_batch(read_saved_config(index), degrees.dp, train_batch)
     with objections:
         names = rename_names(sorted(settling.list_names(index)), list_renames(rules))
         renamed = {new: old for old, new in names.items() if new != old}
@@ -109,22 +103,19 @@ def _check_load(
     if text := check.degrees.obstacle:
         objections.errors.append(MismatchError(text))
     with objections:
-        _measure(index, named, renamed, check, rules)
+        names = dict.fromkeys(key.name for key in named.atoms if key.state in (MASTER, MODULE))
+        local, layouts = _settle(index, {name: renamed.get(name, name) for name in names}, rules, check)
+        _measure(named, names, local, layouts, check)
 
 
-def _measure(
-    saved: AtomicIndex, named: AtomicIndex, renamed: Mapping[str, str], check: ResumeCheck, rules: Sequence[RuleSet]
-) -> None:
+def _measure(index: AtomicIndex, names: Iterable[str], local: Shapes, layouts: Layouts, check: ResumeCheck) -> None:
     """Plan the wants of tensor-parallel ranks, not divided by ZeRO and pipelines."""
-    index, tp = named, check.degrees.tp
-    names = dict.fromkeys(key.name for key in index.atoms if key.state in (MASTER, MODULE))
-    local, layouts = _settle(saved, renamed, list(names), tp, rules, check)
     touched: dict[AtomKey, None] = {}
     records: set[int] = set()
     for stage in range(2 if check.degrees.pp > 1 else 1):  # tied modules: the first and the last stage have a copy
         in_stage = [name for name in names if not stage or name in index.instances]
         match = Match({name: pick_instance(index, name, stage, 2) for name in in_stage})
-        for rank in range(tp):
+        for rank in range(check.degrees.tp):
             view = _view_rank(index, match, local, rank)
             touched |= dict.fromkeys(list_touched(index, view, match, with_states=True))
             for want in list_wants(index, view, match, layouts, with_states=True).wants:
@@ -134,15 +125,14 @@ def _measure(
 
 
 def _settle(
-    index: AtomicIndex,
-    renamed: Mapping[str, str],
-    names: Sequence[str],
-    tp: int,
-    rules: Sequence[RuleSet],
-    check: ResumeCheck,
+    index: AtomicIndex, saved: Mapping[str, str], rules: Sequence[RuleSet], check: ResumeCheck
 ) -> tuple[Shapes, Layouts]:
-    """Return local shapes by tensor-parallel rank, and layouts, by the target's names."""
-    saved = {name: renamed.get(name, name) for name in names}
+    """Return local shapes by tensor-parallel rank, and layouts, by the target's names.
+
+    Args:
+        saved: the target's names → saved names.
+    """
+    tp = check.degrees.tp
     if index.topology.tp == tp == 1:
         weights = settling.list_weights(index)
         return {name: (weights[old].shape,) for name, old in saved.items()}, {}

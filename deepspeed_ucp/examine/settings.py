@@ -59,11 +59,7 @@ def _flatten(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, 
 
 
 def compare_hyper(index: AtomicIndex, config: Mapping[str, Any], *, is_left: bool) -> list[ValueDifference]:
-    """Compare the hyper-parameters of a save with those of a ds_config.
-
-    Args:
-        is_left: the save is A.
-    """
+    """Compare hyper-parameters of a save (A if ``is_left``) and of a ds_config."""
     optimizer = config.get("optimizer")
     given = optimizer.get("params") if isinstance(optimizer, Mapping) else None
     params = given if isinstance(given, Mapping) else {}

@@ -9,23 +9,20 @@ from ..model.index import AtomicIndex
 from ..model.storage import COPY, ITEMSIZE, MASTER, MODULE
 from .degrees import Degrees
 
-OPTIMIZERS = {"adam": 2, "adamw": 2, "lion": 1, "momentum": 1, "adagrad": 1, "sgd": 0}
-"""Number of element-wise fp32 states per parameter."""
 
-
-def estimate_run(params: int, degrees: Degrees, optimizer: str) -> dict[str, int]:
+def estimate_run(params: int, degrees: Degrees, states: int) -> dict[str, int]:
     """Estimate memory and disk of a dense model.
 
     Args:
         params: parameters of the whole model, all of them trained.
-        optimizer: a key of :data:`OPTIMIZERS`.
+        states: element-wise fp32 states per parameter.
 
     Returns:
         Bytes of one rank, without padding, activations and communication buffers: ``weights`` (0 if the masters are the
         weights), ``gradients``, ``masters``, ``states`` and ``total``. ``restored``: bytes of masters and optimizer
         states of all ranks. ``checkpoint``, ``files``: bytes and files of one save.
     """
-    states, width = 4 * OPTIMIZERS[optimizer], ITEMSIZE[degrees.precision]
+    width = ITEMSIZE[degrees.precision]
     is_bare, is_cut = not degrees.traits.has_copies, degrees.traits.is_cut
     lanes = degrees.tp * degrees.pp
     per_lane = -(-params // lanes)
@@ -34,9 +31,9 @@ def estimate_run(params: int, degrees: Degrees, optimizer: str) -> dict[str, int
         "weights": 0 if is_bare else width * (partition if degrees.zero == 3 else per_lane),
         "gradients": width * (partition if degrees.zero >= 2 else per_lane),
         "masters": 4 * partition,
-        "states": states * partition,
+        "states": 4 * states * partition,
     }
-    restored = (4 + states) * params
+    restored = 4 * (1 + states) * params
     return {
         **sizes,
         "total": sum(sizes.values()),
@@ -101,14 +98,11 @@ class SaveWay:
 
 
 def judge_interval(way: SaveWay, seconds: float, mtbf: float) -> tuple[float, float]:
-    """Compute the exact cost of an interval, for failures at random (Poisson).
+    """Compute the exact cost of ``seconds`` of training between saves (Poisson failures).
 
     Of X seconds between two failures the k-th safe save takes ``restart + k · seconds + (k - 1) · stall + safe``. X is
     exponential: the sum over k of the probabilities that X is longer is a geometric series. If a save is safe as soon
     as training continues, this is Daly's complete model.
-
-    Args:
-        seconds: training time between two saves.
 
     Returns:
         The share of all time that trains and is not repeated; and the mean seconds that a failure costs: repeated work

@@ -71,7 +71,6 @@ def compare_values(
 
     Args:
         names: A's names → B's, of those that differ.
-        wants: whether a parameter is compared.
     """
     differences: list[ValueDifference] = []
     for section, mine, theirs in (
@@ -264,8 +263,6 @@ def _read(file: TorchFile, ref: TensorRef, low: int, nbytes: int) -> bytes:
 
 
 class _Words(reprlib.Repr):
-    """Short representations of values."""
-
     def repr_instance(self, x: Any, level: int) -> str:
         return describe(x)
 

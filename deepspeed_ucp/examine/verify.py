@@ -60,7 +60,6 @@ class Verification:
     """The result of verifying a checkpoint.
 
     Attributes:
-        folder: the checkpoint.
         kind: ``normal``, ``atomic`` or ``foreign``.
         topology: description of the saving topology; empty if unknown.
         files: all files with tensors or state.
@@ -111,7 +110,6 @@ def verify_checkpoint(
 
     Args:
         folder: a tag's folder, or an atomic checkpoint.
-        headers_only: do not read the tensors.
         groups: parameter names of a stage-0 checkpoint's optimizer (``Naming.groups``).
         against: path of a seal or of an atomic checkpoint's manifest: the files must be the sealed, converted or
             written ones.
@@ -216,8 +214,6 @@ def _describe_file(name: str, nbytes: int, listed: FileRecords | None) -> FileRe
 
 
 class _Result(NamedTuple):
-    """Zip directory and faults of a file."""
-
     listed: FileRecords | None
     faults: list[Finding]
 

@@ -71,7 +71,6 @@ class LikeModel:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The configuration."""
         config: dict[str, Any] = read_json(os.path.join(self.folder, CONFIG), advice=_CONFIG)
         return config
 

@@ -51,13 +51,6 @@ class SafeLayout:
     sizes: dict[str, int]
     places: dict[str, tuple[str, int]]
 
-    def describe(self) -> bytes:
-        """Return the content of the index file."""
-        nbytes = sum(self.sizes.values()) - sum(map(len, self.heads.values()))
-        weights = {name: file for name, (file, _) in self.places.items()}
-        index = {"metadata": {"total_size": nbytes}, "weight_map": weights}
-        return (json.dumps(index, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
-
 
 def lay_out(tensors: Mapping[str, Tensor], max_shard: int = MAX_SHARD, stem: str = "model") -> SafeLayout:
     """Place tensors in files.
@@ -74,7 +67,18 @@ def lay_out(tensors: Mapping[str, Tensor], max_shard: int = MAX_SHARD, stem: str
     layout = SafeLayout({}, {}, {})
     for number, names in enumerate(shards):
         file = f"{stem}-{number + 1:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else f"{stem}.safetensors"
-        _lay_file(layout, file, {name: tensors[name] for name in names})
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        offsets, position = {}, 0
+        for name in sorted(names, key=lambda name: (-_ORDER[tensors[name].dtype], name)):  # wide first: all aligned
+            tensor = tensors[name]
+            offsets[name], position = position, position + tensor.nbytes
+            place = [offsets[name], position]
+            header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        head = len(text).to_bytes(8, "little") + text
+        layout.heads[file], layout.sizes[file] = head, len(head) + position
+        layout.places.update({name: (file, len(head) + offset) for name, offset in offsets.items()})
     return layout
 
 
@@ -93,21 +97,6 @@ def split_shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
         current.append(name)
         filled += size
     return [*shards, current] if current else shards
-
-
-def _lay_file(layout: SafeLayout, file: str, tensors: Mapping[str, Tensor]) -> None:
-    """Add a file to the layout, wide elements first, which aligns all tensors."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offsets, position = {}, 0
-    for name, tensor in sorted(tensors.items(), key=lambda item: (-_ORDER[item[1].dtype], item[0])):
-        offsets[name], position = position, position + tensor.nbytes
-        place = [offsets[name], position]
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
-    layout.heads[file], layout.sizes[file] = head, len(head) + position
-    layout.places.update({name: (file, len(head) + offset) for name, offset in offsets.items()})
 
 
 def export_safetensors(
@@ -134,13 +123,10 @@ def export_safetensors(
     most, stem = (sys.maxsize, ADAPTER_STEM) if options.adapter else (max_shard, "model")
     model = None if like is None else LikeModel(like)
 
-    def prepare() -> AtomicIndex:
-        if model is None or options.adapter:
-            return index
-        return model.name_as_files(index, (*options.renames, *list_renames(rules)))
-
-    prepared = comm.run(prepare)
-    selection = comm.run(lambda: select_tensors(prepared, rules, options, tied="drop"))
+    if model is not None and not options.adapter:
+        live = index
+        index = comm.run(lambda: model.name_as_files(live, (*options.renames, *list_renames(rules))))
+    selection = comm.run(lambda: select_tensors(index, rules, options, tied="drop"))
     if model is not None:
         tied = comm.once(lambda: model.compare(selection))
         kept = [tensor for tensor in selection.weights if tensor.names[0] not in tied]
@@ -167,7 +153,11 @@ def _prepare(folder: str, layout: SafeLayout, like: LikeModel | None, dtypes: Co
             stream.truncate(layout.sizes[file])
             write_at(stream.fileno(), head, 0)
     if len(layout.heads) > 1:
-        create_file(os.path.join(folder, WEIGHTS_INDEX), layout.describe())
+        nbytes = sum(layout.sizes.values()) - sum(map(len, layout.heads.values()))
+        weights = {name: file for name, (file, _) in layout.places.items()}
+        index = {"metadata": {"total_size": nbytes}, "weight_map": weights}
+        text = json.dumps(index, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+        create_file(os.path.join(folder, WEIGHTS_INDEX), text.encode())
 
 
 def _fill(export: Export, tensors: Sequence[Tensor], layout: SafeLayout) -> list[Checked]:

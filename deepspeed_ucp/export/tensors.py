@@ -74,7 +74,6 @@ class Tensor:
 
     @property
     def numel(self) -> int:
-        """Number of written elements."""
         return count(self.shape)
 
     @property
@@ -153,12 +152,7 @@ def select_tensors(
     tied: str,
     states: Callable[[str], bool] = WEIGHTS.__contains__,
 ) -> Selection:
-    """Select the tensors of an export.
-
-    Args:
-        tied: default of ``options.tied``.
-        states: filter of states.
-    """
+    """Select the tensors of an export; ``tied`` is the default of ``options.tied``."""
     if options.dtype is not None and options.dtype not in FLOATING:
         raise ConfigError(f"dtype: {options.dtype!r} is unknown. {advise(options.dtype, sorted(FLOATING))}")
     refuse_unreadable(index, states)
