@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.huge import make_gpt, save_sparse, write_gpt
+from tests.support.huge import make_gpt, write_gpt
 from tests.synth import Model, Param, Run, Topology, random_state, write_checkpoint
 
 MODEL = Model((Param("wte", (40, 9)), Param("h.0.norm", (9,), group=1), Param("h.0.attn", (27, 9))))
@@ -64,17 +64,6 @@ def _trillion() -> Iterator[Path]:
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # disks remove sparse files slowly
     with tempfile.TemporaryDirectory(prefix="trillion-", dir=memory) as folder:
         yield write_gpt(Path(folder), make_gpt(LAYERS, HIDDEN, VOCABULARY), WRITERS)
-
-
-def test_torch_reads_sparse_files(tmp_path: Path) -> None:
-    import torch
-
-    with torch.device("meta"):
-        weight = torch.empty(1000, 30)
-    save_sparse({"a": weight, "b": weight[2:4], "step": torch.tensor(7.0)}, tmp_path / "x.pt")
-    result = torch.load(tmp_path / "x.pt")
-    assert (result["a"].shape, result["step"].item()) == ((1000, 30), 7.0)
-    assert result["b"].untyped_storage().data_ptr() == result["a"].untyped_storage().data_ptr()
 
 
 @pytest.mark.exhaustive
