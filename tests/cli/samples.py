@@ -15,11 +15,8 @@ from tests.synth import Layer, Model, Param, Run, Topology, random_state, write_
 PATTERNS = json.dumps(
     [
         {"match": r".*(wte|word_embeddings|query_key_value|dense_h_to_4h)\..*", "pattern": "shard-v"},
-        {"match": r".*(attention\.dense|dense_4h_to_h)\.weight", "pattern": "shard-h"},
-        {
-            "match": r".*(norm|ln_f|wpe)\..*|\d+\.weight|.*(attention\.dense|dense_4h_to_h)\.bias",
-            "pattern": "replicate",
-        },
+        {"match": r".*dense_4h_to_h\.weight", "pattern": "shard-h"},
+        {"match": r".*(norm|ln_f|wpe)\..*|\d+\.weight|.*dense_4h_to_h\.bias", "pattern": "replicate"},
     ]
 )
 """The rules for :func:`cut`."""
@@ -27,20 +24,14 @@ PATTERNS = json.dumps(
 DOCS = Path(__file__).parents[2] / "docs"
 
 DS_CONFIG = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
-COLUMNS = ("query_key_value.weight", "query_key_value.bias", "dense_h_to_4h.weight", "dense_h_to_4h.bias")
-ROWS = ("attention.dense.weight", "dense_4h_to_h.weight")
+COLUMNS = ("query_key_value.weight", "dense_h_to_4h.weight", "word_embeddings.weight", "wte.weight")
 
 
 def make_block(prefix: str, width: int) -> list[Param]:
-    """Make a transformer layer with biases in a separate param group."""
     shapes = {
         "input_layernorm.weight": (width,),
         "attention.query_key_value.weight": (3 * width, width),
-        "attention.query_key_value.bias": (3 * width,),
-        "attention.dense.weight": (width, width),
-        "attention.dense.bias": (width,),
         "mlp.dense_h_to_4h.weight": (4 * width, width),
-        "mlp.dense_h_to_4h.bias": (4 * width,),
         "mlp.dense_4h_to_h.weight": (width, 4 * width),
         "mlp.dense_4h_to_h.bias": (width,),
     }
@@ -48,7 +39,6 @@ def make_block(prefix: str, width: int) -> list[Param]:
 
 
 def make_gpt(layers: int = 4, width: int = 16, vocab: int = 64) -> Model:
-    """Make a GPT with a tied head, a frozen adapter and a buffer."""
     params = [Param("wte.weight", (vocab, width)), Param("wpe.weight", (8, width), frozen=True)]
     for layer in range(layers):
         params += make_block(f"h.{layer}", width)
@@ -69,9 +59,9 @@ def make_pipe(layers: int = 4, width: int = 16, vocab: int = 64) -> Model:
 
 def cut(name: str, tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
     """Cut like Megatron, except that query, key and value are cut like any column."""
-    if name.endswith((*COLUMNS, "word_embeddings.weight", "wte.weight")):
+    if name.endswith(COLUMNS):
         return tensor.chunk(tp, 0)[rank].clone()
-    return tensor.chunk(tp, 1)[rank].clone() if name.endswith(ROWS) else tensor
+    return tensor.chunk(tp, 1)[rank].clone() if name.endswith("dense_4h_to_h.weight") else tensor
 
 
 def write_sample(folder: Path | str, topology: Topology, model: Model | None = None, **run: Any) -> Path:

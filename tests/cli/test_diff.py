@@ -56,7 +56,7 @@ def test_long_tables_of_differences_are_truncated() -> None:
     tally = Tally(5, 1, 0, 2.0, 1.0)
     atoms = [AtomDifference(f"layer_{chr(97 + at)}", "fp32", "values", FP32, tally, index=(0,)) for at in range(25)]
     text = write_text(*atoms)
-    assert "… 5 more lines; --all shows all" in text and text.count("layer_") == 20
+    assert "… 5 more lines; --all shows all, --json too" in text and text.count("layer_") == 20
     assert "… 1 more line; --all shows all" in write_text(*atoms[:21])
     assert write_text(*atoms, everything=True).count("layer_") == 25
 

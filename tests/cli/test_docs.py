@@ -89,7 +89,6 @@ def _find_texts() -> Iterator[str]:
 
 
 def test_messages_name_existing_commands_and_options() -> None:
-    """For example ``ds_ucp NAME --option``."""
     lines = [found for text in list_texts() for found in re.findall(r"`ds_ucp ([a-z]+)([^`]*)`", text)]
     assert len(lines) > 20
     for name, rest in lines:

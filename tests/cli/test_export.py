@@ -20,7 +20,6 @@ STATE = random_state(MODEL, 0, precision="bf16")
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A folder with ``latest``."""
     topology = Topology(2, 3, "bf16")
     run = Run(ds_config={**topology.ds_config(), "optimizer": {"type": "AdamW"}})
     path = write_checkpoint(tmp_path / "saved", MODEL, STATE, topology, run=run)
@@ -130,7 +129,6 @@ def test_export_accepts_patterns(tmp_path: Path) -> None:
 
 
 def test_export_of_stage_0_needs_groups_for_masters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without --groups it exports the model's weights."""
     state = State({name: dict(states) for name, states in random_state(MODEL, 0).atoms.items()}, STATE.scalars)
     path = write_checkpoint(tmp_path / "in", MODEL, state, Topology(0, precision="fp16", wrapper="fused"))
     assert export(path, tmp_path / "own") == 0

@@ -32,17 +32,9 @@ MADE = [
     "export good exported-bf16 --dtype bf16",
 ]
 REFUSED_EXPORTS = [
-    *("--merge", "--adapter --merge"),
-    *(
-        "--layout torchtitan",
-        "--to dcp --like .",
-        "--to dcp --max-shard-size 1GB",
-        "--to dcp --adapter",
-        "--adapter-name x",
-        "--adapter",
-    ),
-    *("--adapter --like .", "--like nowhere", "--rename abc", "--rename h.*=x", "--window-mb 1"),
-    *("--rename wte.*=", "--strip-prefix ln_f.weight"),
+    *("--merge", "--layout torchtitan", "--to dcp --like . --max-shard-size 1GB", "--to dcp --adapter"),
+    *("--adapter-name x", "--adapter", "--adapter --like .", "--like nowhere"),
+    *("--rename abc", "--rename h.*=x", "--rename wte.*=", "--window-mb 1"),
 ]
 
 LINES = {
@@ -81,7 +73,6 @@ LINES = {
         "verify damaged",
         "verify missing",
         "verify dangling",
-        "verify empty",
         "verify nothing",
         "verify sealed --seal",
         "verify sealed --against sealed/global_step3/ucp_seal.json",
@@ -99,9 +90,8 @@ LINES = {
         "diff good damaged --tolerance inf",
         "diff good damaged --only wte",
         "diff good damaged --states fp32",
-        *("diff foreign good", "diff good foreign", "diff foreign good --only lm_head"),
+        *("diff foreign good", "diff foreign good --only lm_head"),
         "diff exported good",
-        "diff good exported",
         "diff exported-bf16 good",
         *("diff good weights", "diff good weights --only attention --all"),
         "diff good tensor",
@@ -109,8 +99,7 @@ LINES = {
         f"diff good tensor --patterns {WRONG}",
         "diff good good --tolerance -1",
         "diff good good --workers -1",
-        *("diff good good --only (", "diff good good --only nowhere", "diff good good --states fp23"),
-        "diff good good --patterns [nonsense",
+        "diff good good --only (",
         "diff --config good good",
         "diff --config good other",
         *("diff good good --groups module", "diff good unnamed --groups groups.json"),
@@ -130,17 +119,14 @@ LINES = {
         "plan --params 1B --ranks 4",
         f"plan --params 985.7e9 --ranks 8192 --target tp=8,pp=64 --net-gbs 25 {SAVES}",
         "plan foreign --target dp=4,zero=3",
-        "plan good --target dp=zwei",
         "plan good",
-        "plan --params 1B",
         "plan --params 1B --ranks 4 --mtbf 8h",
         "plan --params 1B --ranks 4 --stall 8s",
-        "plan --params 1B --ranks 3 --target tp=2",
         "plan --params 1B --patterns x --also y",
         "plan good --target dp=2 --params 1B",
         "plan --params 1B --target dp=4,pp=2,ep=2,zero=2",
         "plan good --target dp=2,zero=1 --groups module",
-        *("plan good --target dp=2 --optimizer sgd", "plan absent --target dp=2"),
+        "plan good --target dp=2 --optimizer sgd",
     ],
     "convert": [
         *("convert good out", "convert good out", "convert other out", "convert other out --overwrite --quiet"),
@@ -152,7 +138,7 @@ LINES = {
         "export good weights-out",
         "export good weights-out",
         "export good dcp-out --to dcp --dtype bf16",
-        *("export weights weights-copied", "export exported-bf16 copied --dtype stored", "export megatron no-out"),
+        *("export weights weights-copied", "export exported-bf16 copied --dtype stored"),
         "export good grouped --groups module",
         "export foreign no-out --exclude-frozen-parameters",
         "export unnamed no-out --groups module",
@@ -163,7 +149,6 @@ LINES = {
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The working directory, with a checkpoint and its variants."""
     root = tmp_path_factory.mktemp("golden")
     good = write_sample(root / "good", Topology(1, 2, "bf16"), make_gpt(2))
     for name in ("damaged", "missing", "weights", "warned", "dangling", "sealed", "leftover"):

@@ -127,7 +127,6 @@ def test_list_shows_the_tags_of_a_store(tmp_path: Path, run_json: Any) -> None:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
-    """A job that has ended."""
     made = Job(os.path.join(find_root(str(tmp_path / "memory")), name_job()))
     made.own()
     made.disown()
@@ -135,7 +134,6 @@ def job(tmp_path: Path) -> Job:
 
 
 def find_resumed(folder: Path, memory: Path) -> tuple[str, str] | None:
-    """Return place and tag of the save that a load chooses."""
     with mock.patch("deepspeed_ucp.saves.launch.start_writer"):
         listed = find_in_memory(UniversalConfig(save=SaveOptions(memory=str(memory))), str(folder), None, Comm())
     if listed is not None:

@@ -57,7 +57,6 @@ with open(sys.argv[-1], "w") as out:
 
 @pytest.fixture(autouse=True)
 def _restore(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Restore the process state that a run changes."""
     monkeypatch.setattr(sys, "argv", ["ds_ucp"])
     monkeypatch.setattr(sys, "path", list(sys.path))
     log = logging.getLogger("deepspeed_ucp")
@@ -71,7 +70,6 @@ def _restore(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """A training script that imports a module in its folder."""
     (tmp_path / "neighbour.py").write_text("VALUE = 7\n")
     (tmp_path / "train.py").write_text(SCRIPT)
     return tmp_path / "train.py"
@@ -221,7 +219,6 @@ def test_batch_sizes_are_refused_or_changed(section: object, sizes: Any, expecte
 
 
 def replace_inspect(monkeypatch: pytest.MonkeyPatch, **behaviour: Any) -> None:
-    """Replace the function of ``ds_ucp inspect``."""
     monkeypatch.setattr("deepspeed_ucp.cli.inspect.run", mock.Mock(**behaviour))
 
 

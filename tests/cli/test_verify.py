@@ -21,7 +21,6 @@ OPTIM = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The tag's folder of a ZeRO-1 checkpoint of three ranks."""
     return write_sample(tmp_path, Topology(1, 3))
 
 

@@ -60,7 +60,6 @@ def diff_runs(a: SavedRun, b: SavedRun, folder: Path, rules: Any = None, **optio
 
 
 def edit(saved_run: SavedRun, name: str, state: str, place: tuple[int, ...], value: float) -> SavedRun:
-    """Return the run with one changed element."""
     atoms = {key: dict(states) for key, states in saved_run.state.atoms.items()}
     atoms[name][state] = atoms[name][state].clone()
     atoms[name][state][place] = value
@@ -239,7 +238,6 @@ def test_a_tolerance_accepts_small_differences(tmp_path: Path, left: AtomicIndex
     ids=str,
 )
 def test_a_selection_without_tensors_is_refused(options: Any, text: str, tmp_path: Path) -> None:
-    """An empty comparison would report equality."""
     sides = [save(tmp_path / name, Topology(1, 2, "bf16"), STATE) for name in "ab"]
     with pytest.raises(ConfigError, match=text):
         diff_checkpoints(*sides, options=DiffOptions(**options))
@@ -363,8 +361,6 @@ def test_scalars_of_only_one_side_are_a_difference(tmp_path: Path, left: AtomicI
 
 
 class Schedule:
-    """A hyper-parameter of a class of the script."""
-
     def __init__(self, rate: float) -> None:
         self.rate = rate
 

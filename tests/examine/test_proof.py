@@ -28,7 +28,6 @@ def write(folder: Path, seed: int = 0) -> Path:
 
 
 def verify(folder: Path, against: object = None, comm: Comm | None = None) -> list[tuple[str, str]]:
-    """Return kinds and files of the faults."""
     found = verify_checkpoint(str(folder), comm, against=str(against) if against else None)
     return [(fault.kind, fault.file) for fault in found.faults]
 

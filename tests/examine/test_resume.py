@@ -55,7 +55,6 @@ SOURCE = Saved(1, "bf16", "bfloat16", dp=4)
 
 
 def degrees_of(topology: Topology) -> Degrees:
-    """Return the degrees of a synthesised topology."""
     wrapper = WRAPPERS.get(topology.kind, "zero3" if topology.stage == 3 else "zero12")
     precision, ep = PRECISIONS[topology.precision], max(topology.ep or (1,))
     return Degrees(topology.dp, topology.tp, topology.pp, 1, ep, topology.stage, wrapper, precision)
@@ -208,7 +207,6 @@ def test_the_check_reports_invalid_batch_sizes(saved: dict[str, Any], dp: int, f
 
 
 def open_experts(folder: Path, degrees: tuple[int, int]) -> AtomicIndex:
-    """Open a save of four ranks with two layers of experts of these degrees."""
     names = [f"h.{layer}.mlp.deepspeed_moe.experts.deepspeed_experts.{e}.w" for layer in (0, 1) for e in range(4)]
     layers = tuple(ExpertLayer(f"h.{layer}.mlp", 4) for layer in (0, 1))
     model = Model((Param("dense", (5,)), *(Param(name, (6,)) for name in names)), experts=layers)

@@ -82,7 +82,6 @@ def name_groups(model: Model, topology: Topology) -> list[list[str]]:
 
 
 def list_faults(report: Verification) -> list[tuple[str, str]]:
-    """List kinds and files of the faults; warnings have a question mark."""
     return [(fault.kind + "?" * fault.warning, fault.file) for fault in report.faults]
 
 
@@ -146,7 +145,6 @@ def remove(*names: str) -> Change:
 
 
 def take(name: str, topology: Topology, **more: Any) -> Change:
-    """Replace a file by another checkpoint's."""
     return lambda path: shutil.copy(write(path.parent / "other", topology, **more) / name, path / name)
 
 
@@ -174,7 +172,6 @@ def copy(source: str, target: str) -> Change:
 
 
 def save_again(path: Path) -> None:
-    """Save into the same tag on fewer ranks."""
     write(path.parent, Topology(1, 2))
 
 
@@ -420,7 +417,6 @@ def test_shares_are_about_equal() -> None:
 
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """A checkpoint and a nearer copy of it."""
     path = write(tmp_path, Topology(1, 3))
     shutil.copytree(path, tmp_path / "nvme")
     monkeypatch.setattr("deepspeed_ucp.formats.locations.measure_distance", lambda folder: int("nvme" not in folder))
@@ -506,7 +502,6 @@ def test_an_atomic_checkpoint_passes_with_and_without_its_manifest(tmp_path: Pat
 def test_masters_are_compared_with_copies_if_nothing_else_is_wrong(
     damage: str, options: dict[str, bool], compared: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Damaged bytes would differ as well."""
     path = write(tmp_path, Topology(1, 2))
     if damage == "crc":
         flip_largest(path / OPTIM.format(0))

@@ -71,7 +71,6 @@ def test_weights_are_compared_with_rounded_masters(topology: Topology, bare: boo
 
 
 def test_a_parameter_that_only_one_run_trains_is_a_difference(tmp_path: Path) -> None:
-    """Both sides have masters."""
     state = random_state(MODEL, 0, precision="bf16")
     frozen = Model((MODEL.params[0], replace(MODEL.params[1], frozen=True), MODEL.params[2]))
     atoms = {**state.atoms, "b": {"fp32": state.atoms["b"]["fp32"].to(torch.bfloat16)}}

@@ -71,7 +71,6 @@ def test_another_model_is_refused_before_files_are_written(tmp_path: Path, gpt2:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @with_or_without_weights
 def test_tied_tensors_that_fsdp_saves_twice_are_exported_once(tmp_path: Path, gpt2: Any) -> None:
-    """If they differ, the export is refused."""
     optimizer = torch.optim.AdamW(gpt2.parameters(), lr=1e-2)
     gpt2(torch.arange(4)[None], labels=torch.arange(4)[None]).loss.backward()
     optimizer.step()

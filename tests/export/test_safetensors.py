@@ -47,7 +47,6 @@ TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.
 
 
 def expect_weights(model: Model, seed: int, topology: Topology, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Return the expected tensors of a synthesised run's export."""
     atoms = random_state(model, seed, precision=topology.precision).atoms
     found = {name: states["fp32"] for name, states in atoms.items()} | dict(model.buffers)
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in found.items()}

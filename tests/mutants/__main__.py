@@ -92,7 +92,6 @@ def run_tests(tests: list[str], root: Path) -> int:
 
 
 def judge(mutant: Mutant, root: Path) -> bool:
-    """Return True if the tests detect a mutant."""
     path = root / "deepspeed_ucp" / mutant.file
     text = path.read_text()
     path.write_text(text.replace(mutant.old, mutant.new))

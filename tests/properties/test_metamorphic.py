@@ -101,7 +101,6 @@ def test_diff_finds_no_difference_in_a_conversion_of_a_drawn_model(case: tuple[M
 
 
 def is_common(name: str) -> bool:
-    """Return True if a file name can contain a parameter's name."""
     return name.isprintable() and "/" not in name and not set(name.split(".")) & {"", " "}
 
 

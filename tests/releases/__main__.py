@@ -154,7 +154,6 @@ def format_counts(counts: dict[str, int]) -> str:
 
 
 def make_table(rows: list[Row]) -> str:
-    """Make the table of all results, with failures below it. `KNOWN` has the reasons of skipped tests."""
     results = {row.name: Result(**json.loads(row.result.read_text())) for row in rows if row.result.exists()}
     varying = [name for name in NAMED if len({each.versions[name] for each in results.values()}) > 1]
     common = {name: each.versions[name] for each in results.values() for name in NAMED if name not in varying}

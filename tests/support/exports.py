@@ -43,7 +43,6 @@ TOPOLOGIES = (
 def open_model(
     folder: Path, topology: Topology, model: Model = MODEL, state: State | None = None, **options: Any
 ) -> AtomicIndex:
-    """Write a synthesised checkpoint, and open it."""
     state = state or random_state(model, 0, precision=topology.precision)
     path = write_checkpoint(folder, model, state, topology, **options)
     return open_checkpoint(str(path), Comm(), Naming(model.live_groups))
@@ -94,7 +93,6 @@ def save_trained(folder: Path, topology: Topology, *, scheduled: bool = False, *
 
 
 def make_gpt2(folder: Path, *, tied: bool) -> Any:
-    """Make a small GPT-2, and save its configuration."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(vocab_size=40, n_positions=16, n_embd=12, n_layer=2, n_head=2, tie_word_embeddings=tied)

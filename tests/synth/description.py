@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from deepspeed_ucp.model.wrappers import Form, Wrapper, find_wrapper, list_foreseen
 
 from .stages import differs_by_stage, instance_names
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 SHORT = {"torch": "raw", "fp16_unfused": "unfused", "fp16_fused": "fused", "zero12": "zero", "zero3": "zero"}
 """Short names of the package's wrappers in tests."""
@@ -68,7 +66,6 @@ class ExpertLayer:
 
     @property
     def prefix(self) -> str:
-        """Prefix of its experts' parameters."""
         return f"{self.name}.experts." if self.fused else f"{self.name}.deepspeed_moe.experts.deepspeed_experts."
 
     def split(self, name: str) -> tuple[int, str]:
@@ -201,18 +198,15 @@ class Topology:
 
     @property
     def kind(self) -> str:
-        """The wrapper, resolved."""
         return self.wrapper or self._valid_kinds()[0]
 
     @property
     def row(self) -> Wrapper:
-        """The package's description of the wrapper."""
         zero = "zero3" if self.stage == 3 else "zero12"
         return find_wrapper({**{short: name for name, short in SHORT.items()}, "zero": zero}.get(self.kind, self.kind))
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the module's parameters."""
         return DTYPES[self.precision]
 
     @property
@@ -242,7 +236,6 @@ class Topology:
 
     @property
     def seats(self) -> int:
-        """Number of ranks over which experts are spread."""
         return self.dp * self.tp if self.folds_experts else self.dp
 
     @property
@@ -263,7 +256,6 @@ class Topology:
         return "-".join([kind, self.precision, *degrees, f"dp{self.dp}", *options, *sub_group])
 
     def ds_config(self) -> dict[str, Any]:
-        """A configuration that gives this topology."""
         config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": self._zero_config()}
         if self.precision != "fp32":
             config[self.precision] = {"enabled": True}

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 
 from .description import Model, Param, Topology
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +42,6 @@ class RealSave:
         raise NotImplementedError
 
     def step(self, engine: Any) -> object:
-        """Train a step."""
         raise NotImplementedError
 
     def save(self, folder: Path) -> Any:
@@ -162,7 +159,6 @@ def split_params(params: Iterable[torch.nn.Parameter]) -> list[dict[str, Any]]:
 
 
 def describe(net: torch.nn.Module, groups: Sequence[Mapping[str, Any]]) -> Model:
-    """Describe a torch module and its param groups."""
     group_of = {id(param): index for index, group in enumerate(groups) for param in group["params"]}
     owners: dict[int, str] = {}
     params = []

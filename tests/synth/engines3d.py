@@ -6,16 +6,14 @@ the files have the right form.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .description import Layer, Model, Param
 from .engines import RealSave, split_params
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 WIDTH = 6
 ROWS = 12  # of the embedding
@@ -131,7 +129,6 @@ def logits(embedding: Embedding, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def double(hidden: torch.Tensor) -> torch.Tensor:
-    """A layer without state_dict."""
     return 2 * hidden
 
 
@@ -184,8 +181,6 @@ def _layers(tp: int, short: bool) -> list[Any]:
 
 
 class Plain(torch.nn.Module):
-    """The module of `engines3d` without a pipeline."""
-
     def __init__(self, tp: int) -> None:
         super().__init__()
         self.embedding = Embedding(tp)

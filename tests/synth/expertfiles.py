@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 
-from .description import find_seat
+from .description import ExpertLayer, Model, Run, Topology, find_seat
 from .experts import (
     degree_of,
     expert_rank,
@@ -21,16 +22,10 @@ from .experts import (
     list_held,
     list_replicas,
 )
-from .layout import group_layouts
+from .layout import Flat, group_layouts
 from .module import module_state
 from .optimizer import optimizer_state
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from .description import ExpertLayer, Model, Run, Topology
-    from .layout import Flat
-    from .parallel import Local
+from .parallel import Local
 
 
 def expert_file(layer: int, expert: int, mp: int = 0) -> str:
@@ -85,7 +80,6 @@ def finish_model_content(model: Model, content: dict[str, Any], topology: Topolo
 
 
 def _describe_layer(model: Model, layer: ExpertLayer, topology: Topology, rank: int) -> dict[str, Any]:
-    """Return an entry of `ds_autoep_layers`."""
     from deepspeed.checkpoint.autoep_affine import autoep_placement_to_affine_map, make_autoep_placement_descriptor
 
     degree, number = degree_of(model, topology, layer), held_layers(model).index(layer)

@@ -11,12 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING
 
-from .description import Spread, find_seat
-
-if TYPE_CHECKING:
-    from .description import ExpertLayer, Model, Param, State, Topology
+from .description import ExpertLayer, Model, Param, Spread, State, Topology, find_seat
 
 
 def list_held(layer: ExpertLayer, topology: Topology, degree: int, seat: int) -> tuple[int, ...]:
@@ -29,7 +25,6 @@ def list_held(layer: ExpertLayer, topology: Topology, degree: int, seat: int) ->
 
 
 def expert_rank(topology: Topology, degree: int, seat: int) -> int:
-    """Return the expert-parallel rank of a seat."""
     return seat // (topology.seats // degree) if topology.data_first else seat % degree
 
 
@@ -80,7 +75,6 @@ def find_layer(model: Model, name: str) -> ExpertLayer | None:
 
 
 def own_models(model: Model, topology: Topology) -> tuple[Model, ...]:
-    """Return the module of each data-parallel rank."""
     if not model.experts:
         return (model,) * topology.dp
     return tuple(_make_own(model, topology, rank) for rank in range(topology.dp))

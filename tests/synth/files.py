@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
@@ -18,9 +19,6 @@ from .module import frozen_fragments, frozen_shapes, module_state, param_shapes,
 from .optimizer import optimizer_state, version
 from .parallel import Local, ShardFunction, split
 from .stages import layer_prefix
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 DEFAULT_RUN = Run()
 
@@ -58,7 +56,6 @@ def build_files(
 def build_local_files(
     local: Mapping[int, Local], topology: Topology, run: Run = DEFAULT_RUN
 ) -> dict[str, dict[str, Any]]:
-    """Like `build_files`, for the result of `split`, which may be edited."""
     return {name: content for rank in local for name, content in _rank_files(local[rank], topology, run, rank)}
 
 
@@ -106,7 +103,6 @@ def _layer_files(
 
 
 def write_files(folder: Path, files: Mapping[str, Any], *, legacy: bool = False) -> None:
-    """Save each file's content under its name."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         torch.save(content, folder / name, _use_new_zipfile_serialization=not legacy)

@@ -6,18 +6,14 @@ Sources: `DeepSpeedZeroOptimizer.__init__` (round robin, parameter alignment, pa
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from deepspeed_ucp.model.flat import Cut
 
+from .description import Model, Param, Topology
 from .experts import own_models
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from .description import Model, Param, Topology
 
 _START_ALIGNMENT = 2  # elements; DeepSpeed's nccl_start_alignment_factor
 _PARAMETER_ALIGNMENT = 16  # bytes; zero_optimization.parameter_alignment
@@ -93,7 +89,6 @@ def group_layouts(model: Model, topology: Topology) -> tuple[GroupLayout, ...]:
 
 
 def count_parts(model: Model, group: int, topology: Topology) -> int:
-    """Return the number of partitions of a param group."""
     return len(model.spread[group].ranks) if model.spread else topology.dp
 
 
@@ -112,7 +107,6 @@ def list_atoms(params: Sequence[Param]) -> tuple[str, ...]:
 
 
 def trained(params: Sequence[Param]) -> tuple[Param, ...]:
-    """Return the parameters of DeepSpeed's wrappers."""
     return tuple(param for param in params if param.trains)
 
 

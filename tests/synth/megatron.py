@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import torch
+import torch
 
 _OLD_REPLICATED = [
     r"tied_modules.embed.word_embeddings.norm.weight",

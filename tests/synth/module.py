@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from .description import Model, Param, Run, State, Topology
 from .layout import Flat, GroupLayout, group_layouts, list_atoms, partition_numel, stage3_slice
 from .optimizer import fill
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from .description import Model, Param, Run, State, Topology
 
 
 def module_state(model: Model, state: State, topology: Topology) -> OrderedDict[str, torch.Tensor]:

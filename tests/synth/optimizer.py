@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from deepspeed.git_version_info import version
@@ -14,13 +15,8 @@ from deepspeed.utils import fragment_address
 
 from deepspeed_ucp.model.wrappers import Form
 
-from .description import find_seat
+from .description import Model, Run, State, Topology, find_seat
 from .layout import Flat, GroupLayout, clip, group_layouts, recorded_offsets, trained
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from .description import Model, Run, State, Topology
 
 
 def optimizer_state(

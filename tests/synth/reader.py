@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,9 +16,6 @@ from .experts import expert_rank, held_layers, is_writer, largest_degree
 from .files import layer_file, model_file, optim_file
 from .layout import Flat, partition_layout, stage3_slice
 from .stages import layer_prefix, placement_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 def read_state(folder: Path | str, model: Model, topology: Topology) -> State:
@@ -61,7 +59,6 @@ def _read_rank(path: Path, models: Mapping[int, Model], topology: Topology, mp: 
 def _read_optimizers(
     path: Path, model: Model, topology: Topology, contents: list[dict[str, Any]], mp: int
 ) -> dict[int, dict[str, Any]]:
-    """Read the saved optimizers by data-parallel rank."""
     if topology.partitions:
         files = {rank: path / optim_file(topology, rank, mp) for rank in range(topology.dp)}
         return {rank: _load(file)["optimizer_state_dict"] for rank, file in files.items()}
@@ -109,7 +106,6 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _buffers(optimizer: Mapping[str, Any], topology: Topology, index: int) -> Mapping[str, Any]:
-    """Return one flat's tensors and scalars by state name."""
     masters = _masters(optimizer, topology)
     base = _base(optimizer, topology)
     entry = base[index] if topology.keeps_lean_states else base["state"].get(index, {})
@@ -154,7 +150,6 @@ def _is_state(key: str, value: Any) -> bool:
 def _take_module(
     atoms: dict[str, dict[str, torch.Tensor]], model: Model, topology: Topology, module: Mapping[str, torch.Tensor]
 ) -> None:
-    """Take parameters without master from the module."""
     for param in model.owners:
         if not topology.row.has_copies or not param.trains or param.group is None:
             del atoms[param.name]["fp32"]

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from .description import Model, Topology
 from .files import optim_file, write_files
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
-
-    from .description import Model, Topology
 
 STALE = -3.5
 """Stale value of swapped states in the state file of pipelined swapping."""
@@ -64,7 +61,6 @@ def model_order(model: Model) -> list[str]:
 
 
 def write_swapped(folder: Path, files: Mapping[str, Any], swaps: Mapping[str, bytes]) -> None:
-    """Write state files and swap files."""
     write_files(folder, files)
     for name, data in swaps.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

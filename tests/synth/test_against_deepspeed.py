@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import deepspeed
 import pytest
 import torch
 from packaging.version import Version
 
+from deepspeed_ucp.testing import WorldPool
 from tests.support.covering import is_exhaustive
 
 from .compare import clear_garbage, differences, storage_sharing
@@ -23,11 +25,6 @@ from .megatron import client_state, megatron_args, universal_info
 from .parallel import Local, local_models
 from .reader import read_locals, read_state
 from .stages import placement_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from deepspeed_ucp.testing import WorldPool
 
 pytestmark = [
     pytest.mark.engine,
@@ -121,7 +118,6 @@ EVERY_CASE = (*CASES, *CASES_3D, *CASES_MOE)
 
 @pytest.fixture(scope="module")
 def real_saves(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one DeepSpeed save per case."""
     folder = tmp_path_factory.mktemp("real")
     worlds: dict[tuple[int, ...], list[RealSave]] = {}
     for case in EVERY_CASE:
