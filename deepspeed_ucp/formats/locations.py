@@ -76,12 +76,10 @@ class FileTable:
 
     @property
     def folder(self) -> str:
-        """The tag's folder in the first place."""
         return self.folders[0]
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes of each file; ``FOLDER`` for a folder."""
         return {name: entry.size for name, entry in self.entries.items()}
 
     def choose(self, keep: Callable[[str], bool]) -> FileTable:
@@ -431,7 +429,6 @@ def _list_same(copies: Sequence[Copy], sums: Mapping[Copy, int | None]) -> list[
 
 
 def _refuse_different(copies: Mapping[str, Sequence[Copy]], same: Mapping[str, Sequence[Copy]]) -> None:
-    """Refuse different files under one name on several machines."""
     for name, file_copies in copies.items():
         home, wanted = file_copies[0], _list_wanted(file_copies)
         others = [copy for copy in wanted if copy.place == home.place and copy not in same[name]]

@@ -57,7 +57,6 @@ class FolderReport:
 
     @property
     def folder(self) -> str:
-        """The tag's folder in the first place."""
         return self.files.folder
 
     @property
@@ -201,7 +200,6 @@ def seal_folder(folder: str, comm: Comm, *, local: bool = False) -> None:
 
 
 def _list_earlier(findings: Iterable[Finding]) -> list[str]:
-    """Return the files of an earlier save."""
     return [finding.file for finding in findings if finding.kind == "leftover" and not finding.names]
 
 

@@ -21,11 +21,9 @@ class ReadAccess:
     is_partial: ClassVar[bool] = False
 
     def choose(self, files: Files) -> ReadAccess:
-        """Return the access to a subset of the files."""
         return self
 
     def can_read(self, rank: int, files: Files) -> npt.NDArray[np.bool_]:
-        """Return for each file whether a rank can read it."""
         return np.ones(len(files), np.bool_)
 
     def list_readers(self, file: int, ranks: int) -> Ints:
@@ -37,7 +35,6 @@ class ReadAccess:
         return None
 
     def find_reader(self, file: int) -> int:
-        """Return the first rank that can read a file."""
         return int(self.list_readers(file, 1)[0])
 
     def split(self, files: Ints) -> list[Ints]:

@@ -56,7 +56,6 @@ class FlatBuffer:
 
     @property
     def numels(self) -> tuple[int, ...]:
-        """Elements of each parameter."""
         return tuple(map(prod, self.shapes))
 
     def cuts(self, part: int) -> list[Cut]:

@@ -30,7 +30,6 @@ class GroupInfo:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of its parameters, each once."""
         return tuple(dict.fromkeys(member.name for member in self.members))
 
 
@@ -232,7 +231,6 @@ class AtomicIndex:
         return cls(tuple(files), records, Atoms.of(atoms), topology, state_file, **fields)
 
     def find(self, name: str, state: str, instance: int = 0) -> Atom | None:
-        """Return an atom, or None if it does not exist."""
         return self.atoms.get(AtomKey(name, state, instance))
 
     def resolve(self, name: str) -> str:
@@ -256,7 +254,6 @@ class AtomicIndex:
 
     @property
     def job(self) -> SavedJob:
-        """The job that ran the engine."""
         return replace(SavedJob.read(self.counters), format=self.foreign)
 
     @property

@@ -33,7 +33,6 @@ class FileRef:
 
     @property
     def copies(self) -> tuple[str, ...]:
-        """Its paths in reading order; at least one."""
         return self.places or (self.path,)
 
 
@@ -69,14 +68,12 @@ class Records:
         return columns
 
     def append(self, file: int, record: Record) -> None:
-        """Add a record of a file."""
         self.files.append(file)
         self.offsets.append(record.offset)
         self.nbytes.append(record.nbytes)
         self.crcs.append(-1 if record.crc is None else record.crc)
 
     def extend(self, files: Iterable[int], offsets: Iterable[int], nbytes: Iterable[int], crcs: Iterable[int]) -> None:
-        """Add records from columns of equal length."""
         self.files.extend(files)
         self.offsets.extend(offsets)
         self.nbytes.extend(nbytes)
@@ -115,17 +112,14 @@ class CopyItem(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all runs."""
         return self.run * self.count
 
     @property
     def end(self) -> int:
-        """End of the last run in the record."""
         return self.offset + (self.count - 1) * self.step + self.run
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the runs follow each other in the record."""
         return self.count == 1 or self.step == self.run
 
 
@@ -152,10 +146,8 @@ class Read(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all runs."""
         return self.run * self.count
 
     @property
     def end(self) -> int:
-        """End of the last run in the record."""
         return self.offset + (self.count - 1) * self.step + self.run

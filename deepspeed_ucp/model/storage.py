@@ -56,11 +56,9 @@ class ParamKey(NamedTuple):
     instance: int = 0
 
     def __str__(self) -> str:
-        """Format for messages: ``name`` or ``name (instance 1)``."""
         return f"{self.name} (instance {self.instance})" if self.instance else self.name
 
     def atom(self, state: str) -> AtomKey:
-        """Return the key of one of its atoms."""
         return AtomKey(self.name, state, self.instance)
 
 
@@ -73,7 +71,6 @@ class AtomKey(NamedTuple):
 
     @property
     def param(self) -> ParamKey:
-        """The parameter of this state."""
         return ParamKey(self.name, self.instance)
 
 
@@ -133,7 +130,6 @@ class Fragment:
         return self.start + _flatten(tuple(width - 1 for width in self.block), shape) + 1
 
     def count_runs(self, shape: Shape) -> int:
-        """Return the number of runs that :meth:`list_runs` yields."""
         return count(self.block[: self._find_inner(shape)])
 
     def list_runs(self, shape: Shape, itemsize: int) -> Iterator[Fragment]:
@@ -258,7 +254,6 @@ class PartitionedState:
                 yield self._locate(part, cut)
 
     def list_records(self) -> Iterable[tuple[int, int]]:
-        """Yield (part, record) of all parts."""
         return ((part, record) for part, record in enumerate(self.records) if record >= 0)
 
     @cached_property
@@ -266,7 +261,6 @@ class PartitionedState:
         return {name: place for place, name in enumerate(self.buffer.names)}
 
     def list_part(self, part: int) -> Iterable[tuple[int, Fragment]]:
-        """Yield (place of the parameter, fragment) of the fragments in a part."""
         return ((self._places[cut.name], self._locate(part, cut)) for cut in self.buffer.cuts(part))
 
     def _locate(self, part: int, cut: Cut) -> Fragment:
@@ -294,7 +288,6 @@ class ParamStorage(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements of the shard."""
         return count(self.shape)
 
     def find(self, state: str, low: int, high: int) -> Iterable[Fragment]:
@@ -329,12 +322,10 @@ class Atom:
 
     @property
     def key(self) -> AtomKey:
-        """Its key in an index."""
         return AtomKey(self.name, self.state, self.instance)
 
     @property
     def param(self) -> ParamKey:
-        """Its parameter."""
         return ParamKey(self.name, self.instance)
 
     @property
@@ -344,12 +335,10 @@ class Atom:
 
     @property
     def numel(self) -> int:
-        """Elements of all shards together."""
         return sum(shard.numel for shard in self.shards)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all shards together."""
         return self.numel * ITEMSIZE[self.dtype]
 
 
@@ -371,7 +360,6 @@ class Atoms(Mapping[AtomKey, Atom]):
 
     @classmethod
     def of(cls, atoms: Iterable[Atom]) -> Atoms:
-        """Build the mapping from atoms."""
         storages: dict[ParamKey, list[ParamStorage]] = {}
         module: dict[ParamKey, None] = {}
         for atom in atoms:
@@ -381,17 +369,14 @@ class Atoms(Mapping[AtomKey, Atom]):
         return cls(storages, module)
 
     def find_states(self, param: ParamKey) -> dict[str, str]:
-        """Return the dtypes of a parameter's states by state name."""
         shards = self.storages.get(param, ())
         return {state: storage.dtype for shard in shards for state, storage in shard.states.items()}
 
     def count_bytes(self, keys: Iterable[AtomKey]) -> int:
-        """Return the total bytes of some atoms."""
         pairs = ((shard, key.state) for key in keys for shard in self.storages[key.param] if key.state in shard.states)
         return sum(count(shard.shape) * ITEMSIZE[shard.states[state].dtype] for shard, state in pairs)
 
     def list_states(self) -> list[str]:
-        """Return the names of all states, each once."""
         return list(_list_states(chain.from_iterable(self.storages.values())))
 
     def list_names(self, states: Collection[str]) -> set[str]:
@@ -422,7 +407,6 @@ class Atoms(Mapping[AtomKey, Atom]):
 
 
 def _list_states(shards: Iterable[ParamStorage]) -> dict[str, None]:
-    """Return the names of the states of storages, each once, in order."""
     return dict.fromkeys(chain.from_iterable([shard.states for shard in shards]))
 
 

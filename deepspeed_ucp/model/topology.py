@@ -46,12 +46,10 @@ class Topology:
 
     @property
     def traits(self) -> Wrapper:
-        """The optimizer wrapper's row."""
         return find_wrapper(self.wrapper)
 
     @property
     def is_atomic(self) -> bool:
-        """True for an atomic checkpoint."""
         return self.wrapper == ATOMIC
 
     def describe(self) -> str:

@@ -59,7 +59,6 @@ class EngineBuffer:
 
     @property
     def group(self) -> int:
-        """Index of its param group in the optimizer."""
         return self.buffer.group
 
     @property
@@ -69,12 +68,10 @@ class EngineBuffer:
 
     @property
     def name(self) -> str:
-        """Name of the first parameter."""
         return self.buffer.names[0]
 
     @property
     def shape(self) -> Shape:
-        """Unpartitioned shape of the first parameter."""
         return self.buffer.shapes[0]
 
     def find_state_layout(self, state: str) -> tuple[FlatBuffer, int]:
@@ -141,5 +138,4 @@ class EngineView:
 
     @property
     def shapes(self) -> Shapes:
-        """Shapes of all tensors."""
         return {**(self.unowned or {}), **self.owned}

@@ -40,13 +40,11 @@ class AdapterTensor:
 
     @property
     def in_file(self) -> str:
-        """The name in an adapter's file."""
         end = "" if self.kind == "lora_magnitude_vector" else self.end
         return f"{self.module}.{self.kind}{end}" if self.kind else f"{self.module}{self.end}"
 
     @property
     def live(self) -> str:
-        """The name in a live model."""
         kind = self.kind or "modules_to_save"
         return f"{self.module}.{kind}.{self.adapter}{self.end}"
 

@@ -73,12 +73,10 @@ class Run:
 
     @property
     def numel(self) -> int:
-        """Number of elements in all runs."""
         return self.width * self.count
 
     @property
     def src_end(self) -> int:
-        """End of the last run in the source shard."""
         return self.src + (self.count - 1) * self.src_step + self.width
 
 

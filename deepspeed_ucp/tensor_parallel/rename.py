@@ -49,7 +49,6 @@ class Rename:
         _ = self._regex
 
     def match(self, name: str) -> Mapping[str, str] | None:
-        """Return the matches of the named groups, or None if the rule does not match."""
         match = self._regex.fullmatch(name)
         return match.groupdict() if match else None
 

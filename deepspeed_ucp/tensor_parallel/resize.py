@@ -42,7 +42,6 @@ class Resize:
             raise ValueError(f"{self.match!r}: keep is a number of rows from 1 on")
 
     def fits(self, name: str) -> bool:
-        """Return True if the rule applies to a parameter."""
         return compile_regex(self.match).fullmatch(name) is not None
 
     def fit(self, saved: Layout, live: Layout, vocab: int | None = None) -> tuple[Layout, Resized]:
@@ -87,7 +86,6 @@ class Resized:
     pads: bool = False
 
     def describe(self) -> str:
-        """Describe the kept, dropped and new rows."""
         dropped, new = self.saved - self.kept, self.live - self.kept
         texts = [f"{self.kept} of {self.saved} rows are kept, {dropped} left out"] if dropped else []
         if new:

@@ -138,7 +138,6 @@ class Spec:
         return ShardH(dim=dim, unit=unit, vocab=vocab)
 
     def _build_nc(self, facts: Facts, vocab: int | None) -> ShardNC:
-        """Make the pattern of a ``shard-nc`` rule."""
         dim, blocks = self.dim or 0, self._evaluate(self.blocks, facts)
         total = facts.values.get(f"total{dim}", 0) // blocks
         known = [self._measure_part(part, facts) for part in self.parts]
@@ -207,7 +206,6 @@ class Rule:
         return isinstance(self.pattern, Pattern) or (self.pattern.pattern == "unsettled" and self.pattern.when == 1)
 
     def make(self, match: re.Match[str], facts: Facts) -> Pattern | None:
-        """Make the pattern for a matching parameter, or None."""
         if isinstance(self.pattern, Pattern):
             return self.pattern
         return self.pattern.make(replace(facts, name=match.string, stem=match.groupdict().get("stem") or ""))

@@ -59,7 +59,6 @@ class Settled:
 
     @property
     def is_complete(self) -> bool:
-        """True if no parameter is open or wrong."""
         return not (self.open or self.wrong)
 
     @property
@@ -99,7 +98,6 @@ class Unsettled:
 
     @property
     def text(self) -> str:
-        """The shapes and the hints, for a message."""
         source, target = self.sides
         more = "" if self.target is None else f", {_describe_side(self.target)} in {target}"
         return "; ".join((f"{_describe_side(self.source)} in {source}{more}", *self.why))

@@ -119,7 +119,6 @@ class PickledObject:
 
     @property
     def args(self) -> tuple[Any, ...]:
-        """Arguments of the call."""
         given = () if self._is_bare() else self.parts[1]
         return given if isinstance(given, tuple) else (given,)
 
@@ -205,7 +204,6 @@ class TensorRef:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return count(self.shape)
 
     def item(self) -> Any:

@@ -55,7 +55,6 @@ class FileRecords:
 
     @cached_property
     def storages(self) -> dict[str, Record]:
-        """Storages' records by key."""
         return {name[len(DATA) :]: record for name, record in self.records.items() if name.startswith(DATA)}
 
 
@@ -212,7 +211,6 @@ def _locate(path: str, stream: ReadStream, info: zipfile.ZipInfo, offset: int | 
 
 
 def _read_offset(path: str, stream: ReadStream, info: zipfile.ZipInfo) -> int:
-    """Read the offset of a record's bytes from its local header."""
     is_inside = 0 <= info.header_offset < stream.size  # a damaged directory has any value here
     at = info.header_offset if is_inside else stream.size
     header = stream.read_at(LOCAL.size, at)

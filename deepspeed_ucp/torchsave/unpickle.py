@@ -273,14 +273,12 @@ class Pickled(pickle._Unpickler):
         self.append(made)
 
     def pop_mark(self) -> list[Any]:
-        """Pop the objects above the last mark, and the mark."""
         items = self.stack
         self.stack = self.metastack.pop()
         self.append = self.stack.append
         return items
 
     def _take(self, number: int) -> list[Any]:
-        """Pop the topmost objects."""
         items = self.stack[-number:]
         if len(items) < number:
             raise IndexError("its stack is empty")
@@ -360,7 +358,6 @@ class Pickled(pickle._Unpickler):
                 self.plain.add(id(changed.parts[0]))
 
     def _edit(self, changed: Any, op: bytes, operands: list[Any]) -> None:
-        """Record a change of an object made by a call."""
         made = _find_made(changed)
         maker, gives = made.parts[0], op == pickle.BUILD
         named = type(maker) is Global
@@ -511,7 +508,6 @@ def _view_subclass(parts: list[Any]) -> TensorRef | None:
 
 
 def _remake(value: Any, parts: list[Any]) -> TensorRef | None:
-    """Return the same tensor as made by another call."""
     return replace(value, made=PickledObject(pickle.REDUCE, parts)) if isinstance(value, TensorRef) else None
 
 

@@ -74,7 +74,6 @@ class _Entry:
         return self.nbytes >= _ZIP64_LIMIT
 
     def local(self, align: int = ALIGNMENT) -> bytes:
-        """Return the local header, padded to start the bytes at a multiple of ``align``."""
         name, extra, size = self.name.encode(), b"", 0
         if self.wide:
             extra, size = struct.pack("<2H2Q", 1, 16, 0, 0), _IN_ZIP64
@@ -131,7 +130,6 @@ class ZipImage:
 
     @property
     def data_offset(self) -> int:
-        """First byte of the storage."""
         return len(self.head)
 
     def tail(self, crc: int) -> bytes:
@@ -146,7 +144,6 @@ class ZipImage:
 
     @property
     def size(self) -> int:
-        """Bytes of the whole file."""
         return self.data_offset + self.nbytes + len(self.tail(0))
 
 
@@ -230,7 +227,6 @@ class RecordWriter:
         return self.close()
 
     def write_record(self, name: str, data: bytes | memoryview, nbytes: int) -> None:
-        """Write a record of ``nbytes`` bytes."""
         self.write_pieces(name, [memoryview(data).cast("B")[:nbytes]], nbytes)
 
     def write_pieces(self, name: str, pieces: Iterable[memoryview], nbytes: int) -> None:

@@ -54,7 +54,6 @@ class LayerNames:
 
     @classmethod
     def of(cls, names: Collection[str]) -> LayerNames:
-        """Parse parameter names."""
         tied = defaultdict[str, set[str]](set)
         for head, _, key in (name.removeprefix(TIED).partition(".") for name in names if name.startswith(TIED)):
             tied[head].add(key)
@@ -90,11 +89,9 @@ class SavedRank:
     _params: dict[str, ParamKey] = field(default_factory=dict)
 
     def find_tp_shard(self, name: str, tp_shards: int) -> tuple[int, int]:
-        """Return (number of the rank's shard of a parameter, number of shards)."""
         return (0, 1) if name in self.unsharded else (self.tp, tp_shards)
 
     def param(self, name: str) -> ParamKey:
-        """Return the index's key of a parameter of this rank."""
         key = self._params.get(name)
         if key is None:
             key = self._params[name] = ParamKey(name, self.instances.get(name, 0))
@@ -263,7 +260,6 @@ class Builder:
         return {name for rank in self.ranks for name in rank.shapes}
 
     def record(self, header: FileHeader, record: Record) -> int:
-        """Return the number of a file's record; new records are numbered."""
         file = self._file(header)
         number = self._record_ids.get((file, record))
         if number is None:
@@ -371,7 +367,6 @@ class Builder:
     def _find_parts(
         self, rank: SavedRank, name: str, state: str, shape: Shape, dtype: str, header: FileHeader
     ) -> list[Fragment]:
-        """Return a parameter's list of fragments for one state; create it if missing."""
         tp_shard, _ = rank.find_tp_shard(name, self.tp)
         for storage in self._storages.get(rank.param(name), ()):
             known = storage.states.get(state)

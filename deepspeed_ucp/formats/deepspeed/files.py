@@ -150,7 +150,6 @@ def strip_writer(name: str) -> str:
 
 
 def _match_copy(name: str) -> re.Match[str] | None:
-    """Match the name of a file of the fast writer."""
     return _COPY.fullmatch(name) if name[-1:].isdigit() else None  # most names end without a digit
 
 
@@ -289,7 +288,6 @@ def sort_roles(roles: Mapping[str, Role], chosen: Mapping[str, str]) -> dict[str
 
 
 def _explain_nothing(folder: str, names: Iterable[str]) -> UcpError:
-    """Return the error for a folder without model states."""
     names = sorted(names)
     if any(map(_LEGACY.fullmatch, names)):
         return UnsupportedError(

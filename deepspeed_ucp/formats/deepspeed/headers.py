@@ -43,7 +43,6 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return count(self.shape)
 
     @property
@@ -130,11 +129,9 @@ class OptimHeader:
 
     @property
     def traits(self) -> Wrapper:
-        """The wrapper's description."""
         return find_wrapper(self.kind)
 
     def list_pieces(self) -> list[Piece]:
-        """List the masters, then the states of each tensor."""
         states = (piece for tensor in self.tensors for piece in (*tensor.states.values(), *tensor.zero_dim.values()))
         return [*self.masters, *states]
 
@@ -217,13 +214,11 @@ class FileHeader:
     checked: bool = False
 
     def require_model(self) -> ModelHeader:
-        """Return the content of a file of model states."""
         if self.model is None:
             raise TypeError(f"{self.name} is no file of model states")
         return self.model
 
     def require_optim(self) -> OptimHeader:
-        """Return the content of a file of optimizer states."""
         if self.optim is None:
             raise TypeError(f"{self.name} is no file of optimizer states")
         return self.optim
@@ -255,7 +250,6 @@ def _list_pieces(header: FileHeader) -> list[Piece]:
 
 
 def _number_pieces(header: FileHeader) -> bytes:
-    """Encode all pieces of a header as consecutive :data:`PIECE` items."""
     numbers = list[int]()
     for piece in _list_pieces(header):
         offset, nbytes, crc = piece.record
@@ -321,15 +315,12 @@ class HeaderTemplate:
 
     @property
     def optim(self) -> OptimHeader:
-        """The optimizer's part of its header."""
         return self.header.require_optim()
 
     def list_states(self, tensor: int) -> range:
-        """Return the numbers of a tensor's pieces."""
         return range(self.starts[tensor], self.starts[tensor + 1])
 
     def make_piece(self, number: int, numbers: bytes) -> Piece:
-        """Build one piece of the file with these encoded pieces."""
         like = self._pieces[number]
         offset, nbytes, crc, start, numel = _PIECE.unpack_from(numbers, number * _PIECE.size)
         shape = (numel,) if len(like.shape) == 1 else like.shape
@@ -337,7 +328,6 @@ class HeaderTemplate:
         return Piece(record, start, shape, like.dtype, like.fault)
 
     def make_states(self, tensor: int, numbers: bytes) -> TensorStates:
-        """Build the states of one tensor of the file with these encoded pieces."""
         like = self.optim.tensors[tensor]
         made = iter([self.make_piece(number, numbers) for number in self.list_states(tensor)])
         states = {name: next(made) for name in like.states}
@@ -493,26 +483,21 @@ class FileBatch:
 
     @cached_property
     def headers(self) -> list[FileHeader]:
-        """The selected files' headers."""
         return [self.all_files[file] for file in self.files]
 
     @cached_property
     def slices(self) -> list[tuple[Slices, ...]]:
-        """Slices of each group in each selected file."""
         return list(zip_longest(*(header.require_optim().slices for header in self.headers), fillvalue=()))
 
     @cached_property
     def paddings(self) -> list[tuple[int, ...]]:
-        """Elements of padding at the end of each group's partition in each selected file."""
         return list(zip(*(header.require_optim().paddings for header in self.headers), strict=True))
 
     @cached_property
     def rows(self) -> npt.NDArray[np.int64]:
-        """The selected files' rows in the table."""
         return np.array(self.files, np.int64)
 
     def make_piece(self, piece: int) -> Piece:
-        """Build a piece of the first selected file."""
         return self.template.make_piece(piece, self.table[self.files[0]].tobytes())
 
     def pick(self, piece: int, field: str) -> array[int]:

@@ -60,7 +60,6 @@ def build_index(save: Save, naming: Naming) -> AtomicIndex:
 
 
 def _has_trained(save: Save) -> bool:
-    """Return True if the model states name parameters of an optimizer."""
     return any(model.owned for model in save.first_models)
 
 

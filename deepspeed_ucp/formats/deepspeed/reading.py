@@ -107,7 +107,6 @@ _SECTIONS = (
 
 
 def _pick_config(config: Any) -> dict[str, Any]:
-    """Return the parts of a saved ds_config that the index uses."""
     if not isinstance(config, dict):  # a path
         return {}
     sections = {key: config[key] for key in _SECTIONS if isinstance(config.get(key), dict)}
@@ -260,7 +259,6 @@ def _read_counters(file: TorchFile, tree: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _read_tensors(file: TorchFile, module: dict[Any, Any]) -> dict[str, Piece]:
-    """Return the tensors of a state_dict, nested or not, by names joined with dots."""
     if not isinstance(module, dict):
         raise TypeError("a module's state_dict is expected")
     return _strip((name, make_piece(file, value, name)) for name, value in _walk_tensors(module))
@@ -365,7 +363,6 @@ def _read_states(file: TorchFile, entries: dict[str, Any]) -> TensorStates:
 
 
 def _unite_elastic(states: list[Any], step: Any) -> dict[str, Any]:
-    """Convert an elastic checkpoint's list of states, one per group, to a state dict."""
     groups = [{"params": [number]} | ({} if step is None else {"step": step}) for number in range(len(states))]
     return {"state": dict(enumerate(states)), "param_groups": groups}
 

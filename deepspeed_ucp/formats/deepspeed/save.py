@@ -64,7 +64,6 @@ class Save:
 
     @classmethod
     def of(cls, where: FileTable) -> Save:
-        """Sort the files of a folder by role."""
         save = cls(where, *sort_names(where.folder, where.entries))
         save._merge_sequence_ranks()
         return save
@@ -89,7 +88,6 @@ class Save:
 
     @property
     def folder(self) -> str:
-        """Path of the save's folder in the first of its places."""
         return self.where.folder
 
     def name(self, role: str, *key: Any) -> str:
@@ -102,7 +100,6 @@ class Save:
         return ROLES[role].make_name(*key)
 
     def path(self, file: FileHeader | str) -> str:
-        """Return the full path of a file."""
         return self.where.path(file if isinstance(file, str) else file.name)
 
     @property
@@ -112,7 +109,6 @@ class Save:
 
     @property
     def zero(self) -> dict[str, Any]:
-        """The ds_config's ``zero_optimization``."""
         return self.main.config.get("zero_optimization") or {}
 
     @property
@@ -140,7 +136,6 @@ class Save:
 
     @property
     def first_models(self) -> list[ModelHeader]:
-        """Model headers of data-parallel rank 0, by model-parallel rank."""
         return [self.model(mp) for mp in range(len(self.models))]
 
     def count_accumulation_steps(self) -> int:
@@ -152,7 +147,6 @@ class Save:
         return sizes.get("train_batch_size", 0) // (micro * self.dp) or 1 if micro else 1
 
     def model(self, mp: int) -> ModelHeader:
-        """Return the model header of data-parallel rank 0 for a model-parallel rank."""
         return self.models[mp][0].require_model()
 
     def shard(self, stage: int, rank: int) -> FileHeader:
@@ -167,7 +161,6 @@ class Save:
         return optim
 
     def list_globals(self) -> dict[Use, str]:
-        """Map the classes and functions in the files' pickles to the first file's path."""
         paths: dict[Use, str] = {}
         for header in self.headers:
             for use in header.globals:

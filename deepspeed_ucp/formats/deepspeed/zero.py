@@ -68,7 +68,6 @@ class GroupShare:
 
     @cached_property
     def shapes(self) -> dict[str, Shape]:
-        """Shapes of the whole model's parameters."""
         return {strip_compiled(name): shape for shapes in self.parts.values() for name, shape in shapes.items()}
 
 
@@ -326,7 +325,6 @@ class _BufferAdder:
         return dict.fromkeys(cut.name for part in batch.parts for cut in self._list_cuts(part))
 
     def _put_pieces(self, state: str, piece: int, batch: FileBatch) -> None:
-        """Record the locations of a state in files."""
         first = batch.make_piece(piece)
         if first.fault:
             self.builder.note_unreadable(self.rank, self._list_names(batch), state, first.fault)

@@ -229,8 +229,6 @@ def make_index(contents: Contents, where: FileTable) -> AtomicIndex:
 
 
 class _Maker:
-    """Number files and records, and make atoms."""
-
     def __init__(self, where: FileTable) -> None:
         self.where = where
         self.files: list[FileRef] = []
@@ -242,7 +240,6 @@ class _Maker:
         self._runs = 0
 
     def add(self, name: str, state: str, tensor: StoredTensor) -> None:
-        """Add an atom of one shard."""
         if (name, state) in self._keys:
             raise CheckpointError(f"holds {name} ({state}) twice.", path=self.where.folder)
         self._keys.add((name, state))

@@ -232,14 +232,12 @@ class _Interpreter:
                 yield tuple(owners), groups[owners[0]]
 
     def _list_ignored(self, weights: Mapping[str, str]) -> list[Finding]:
-        """Warn of contents that are not loaded."""
         taken = {*weights.values(), *self.names}
         keys = [key for key in (*self.metadata.tensors, *self.metadata.values) if key not in taken]
         left = dict.fromkeys(".".join(key.split(".")[:2]) for key in keys if key not in self.roots)
         return list_ignored(left, NEITHER, self.where.path(self.head), self.head)
 
     def find_value(self, key: str) -> Any:
-        """Return a number or another plain value."""
         shape: Shape | None = () if key in self.metadata.tensors else None
         entry = self.entries.get((key, shape)) or self.entries.get((key, None))
         if entry is None:
@@ -253,7 +251,6 @@ class _Interpreter:
         return entry.value
 
     def make_tensor(self, key: str) -> StoredTensor:
-        """Assemble a tensor of its blocks."""
         dtype, shape, blocks = self.metadata.tensors[key]
         chunks = []
         for offsets, size in blocks:
@@ -355,7 +352,6 @@ def _check_heads(where: FileTable, heads: Sequence[str]) -> None:
 
 
 def _check_files(where: FileTable, names: Iterable[str], head: str) -> None:
-    """Raise CheckpointError if files are missing."""
     missing = sorted(name for name in names if name not in where.entries)
     if missing:
         text = f"names files that do not exist: {shorten(missing)}. Copy them here, or take another checkpoint."
@@ -395,7 +391,6 @@ def _read_metadata(path: str, *, folder: str) -> Metadata:
 
 
 def _read_fields(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object."""
     if not isinstance(value, PickledObject) or not isinstance(fields := value.state, dict):
         raise ValueError(f"{describe(value)} for an object with attributes")
     return fields

@@ -122,7 +122,6 @@ def _find_passed_over(where: FileTable, kind: str, contents: Contents) -> Iterat
 
 
 def _find_packed(where: FileTable, contents: Contents, config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Refuse quantized weights."""
     quantized = config.get(names.QUANTIZED)
     method = quantized.get("quant_method", "") if isinstance(quantized, dict) else ""
     method = str(method or f"{names.QUANTIZED} in {names.CONFIG}") if quantized else ""

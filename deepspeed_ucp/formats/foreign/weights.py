@@ -131,7 +131,6 @@ def _check(where: FileTable, files: Sequence[str], indexes: Sequence[str]) -> No
 def _unite(
     where: FileTable, head: str, headers: Mapping[str, NamedTensors], weight_map: Mapping[str, str] | None
 ) -> NamedTensors:
-    """Merge the tensors of all files."""
     merged: NamedTensors = {}
     for file, tensors in headers.items():
         for name, tensor in tensors.items():

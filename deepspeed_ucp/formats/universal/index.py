@@ -102,17 +102,14 @@ class SealedAtom(NamedTuple):
 
     @property
     def key(self) -> AtomKey:
-        """Its key in an index."""
         return AtomKey(self.name, self.state, self.instance)
 
     @property
     def label(self) -> str:
-        """Its name in messages."""
         return f"{self.name} ({self.state})"
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
         return count(self.shape) * ITEMSIZE[self.dtype]
 
 

@@ -132,7 +132,6 @@ class UniversalHeaders:
 
 
 def _make_missing_error(folder: str, names: str) -> CheckpointError:
-    """Return the error for missing files."""
     text = f"lacks {names}: the conversion by ds_to_universal was interrupted, or the copy is not complete"
     return CheckpointError(f"{text}. Convert or copy again.", path=folder, kind="missing")
 
@@ -199,7 +198,6 @@ def _read_param(folder: str, name: str, files: Sequence[str]) -> dict[str, Param
 
 
 def _read_file(folder: str, name: str) -> ParamHeader:
-    """Read the header of a parameter's file."""
     path = os.path.join(folder, name)
     file = read_header(path)
     with explain_form(path):
@@ -207,7 +205,6 @@ def _read_file(folder: str, name: str) -> ParamHeader:
 
 
 def _parse_param_file(file: TorchFile, name: str) -> ParamHeader:
-    """Convert the object tree of a parameter's file to its header."""
     tree, header = file.tree, FileHeader(name, file.size, crc=file.header_crc)
     if isinstance(tree, dict):
         if _PARAM not in tree:
@@ -246,7 +243,6 @@ def _read_optimizer(folder: str) -> OptimHeader:
 
 
 def _read_models(where: FileTable, stage: int, comm: Comm) -> Save:
-    """Read the copied model states of all ranks."""
     folder = where.folder
     save, main = comm.run(lambda: _find_main(where, stage))
     first = comm.once(lambda: read_file(folder, main))
