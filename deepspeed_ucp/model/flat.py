@@ -133,12 +133,9 @@ class FlatBuffer:
     @property
     def is_whole(self) -> bool:
         """True if the partitions have room for all parameters."""
-        return self.by_parameter or not self.names or self.end <= self.partition * self.parts
-
-    @property
-    def end(self) -> int:
-        """End of the last parameter in a buffer that is cut as a whole."""
-        return self.offsets[-1] + prod(self.shapes[-1])
+        if self.by_parameter or not self.names:
+            return True
+        return self.offsets[-1] + prod(self.shapes[-1]) <= self.partition * self.parts
 
 
 def count_degree(buffers: Iterable[FlatBuffer]) -> int:

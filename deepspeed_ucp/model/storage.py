@@ -6,9 +6,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, product
+from itertools import accumulate, chain, product
 from math import prod
-from operator import attrgetter
+from operator import attrgetter, mul
 from typing import NamedTuple
 
 from ..errors import CheckpointError
@@ -77,6 +77,12 @@ class AtomKey(NamedTuple):
 def count(shape: tuple[int, ...]) -> int:
     """Number of elements of a shape."""
     return prod(shape)
+
+
+def make_strides(sizes: Sequence[int]) -> Shape:
+    """Return the strides of a row-major block."""
+    strides = accumulate((max(size, 1) for size in reversed(sizes[1:])), mul, initial=1)
+    return tuple(reversed([*strides]))[: len(sizes)]
 
 
 def strip_compiled(name: str) -> str:
@@ -194,9 +200,7 @@ class Fragments:
         if not row or low % row or high % row:
             return None
         low, high = low // row, high // row
-        dropped = (
-            1 if (high - low, shape) == (1, self.shape[1:]) else 0
-        )  # one of many stacked tensors lacks a dimension
+        dropped = int((high - low, shape) == (1, self.shape[1:]))  # one of many stacked tensors lacks a dimension
         if not dropped and shape != (high - low, *self.shape[1:]):
             return None
         cut = []

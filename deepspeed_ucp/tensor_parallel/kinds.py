@@ -1,7 +1,7 @@
 """Patterns: how shards make up a logical tensor (Lian et al., ATC'25, table 2).
 
 A pattern is independent of ranks and degrees, which follow from the shards' shapes, even or not. ``join`` makes the
-layout of given shards; ``cut`` does the same and compares the logical shape.
+layout of given shards.
 """
 
 from __future__ import annotations
@@ -67,16 +67,6 @@ class Pattern(ABC):
             )
         return layout
 
-    def cut(self, shape: Shape, local_shapes: Sequence[Shape]) -> Layout:
-        """Make the layout of shards with these shapes.
-
-        Raises:
-            MismatchError: they contradict the pattern, or the logical shape is not ``shape``.
-        """
-        layout = self.join(local_shapes)
-        check_shapes(shape, layout.shape, self.vocab)
-        return layout
-
     def is_in_parts(self, shapes: Sequence[Shape]) -> bool:
         """Return True if a shard has several runs of rows, so that none can be appended."""
         return self.join(shapes).is_in_parts
@@ -107,7 +97,7 @@ class Pattern(ABC):
             if size % degree == 0:
                 local = (_resize(shape, dim, size // degree),) * degree
                 with suppress(MismatchError):
-                    self.cut(shape, local)
+                    check_shapes(shape, self.join(local).shape, self.vocab)
                     return local
         raise MismatchError(f"{type(self).__name__.lower()}: shape {shape} has no {degree} equal parts")
 

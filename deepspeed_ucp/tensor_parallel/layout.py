@@ -16,7 +16,7 @@ from itertools import combinations, pairwise, product
 from math import prod
 
 from ..errors import MismatchError
-from ..model.storage import count
+from ..model.storage import count, make_strides
 
 Shape = tuple[int, ...]
 Intervals = tuple[tuple[int, int], ...]
@@ -300,14 +300,6 @@ def _collapse(axes: list[tuple[tuple[Span, ...], int, int]]) -> list[tuple[tuple
     return done
 
 
-def make_strides(sizes: Sequence[int]) -> Shape:
-    """Return the strides of a row-major block."""
-    strides = [1] * len(sizes)
-    for axis in range(len(sizes) - 2, -1, -1):
-        strides[axis] = strides[axis + 1] * sizes[axis + 1]
-    return tuple(strides)
-
-
 def _clip_box(box: _Box, axis: int, src: int, dst: int, low: int, high: int) -> Iterator[Run]:
     """Yield the runs of a box inside [low, high) of the target.
 
@@ -347,8 +339,6 @@ def _clip(
     """Clip ``times`` runs to [low, high) of their near side.
 
     Yields at most three (near, far, width, times): a partial first row, whole rows, and a partial last row.
-
-    They are a partial first row, whole rows, and a partial last row.
     """
     first, last = _meet_rows(near, times, near_step or 1, width, low, high) if times > 1 else (0, 1)
     while first < last:

@@ -15,9 +15,9 @@ from typing import Any
 
 from ..errors import MismatchError
 from ..model.flat import find_gaps
-from ..model.storage import count
+from ..model.storage import count, make_strides
 from .kinds import Partial, Pattern, Replicate, ShardH, ShardNC, ShardV
-from .layout import Layout, Product, Shape, find_faults, make_strides, measure, whole
+from .layout import Layout, Product, Shape, find_faults, measure, whole
 from .rules import Matcher, Rule, RuleSet, Spec
 
 INFO = "universal_checkpoint_info"
@@ -205,10 +205,8 @@ def _read_lists(info: Mapping[str, Any]) -> Iterator[Rule]:
 def _follow_rows(text: str) -> Rule | None:
     """Make a rule for a feed-forward layer's unlisted first matrix from its second.
 
-    The first matrix is in no list; the second is row-parallel.
-
-    The second's columns correspond to the first's rows, so a first matrix with as many rows is cut along them. A first
-    matrix with twice as many rows is a fused gate and up in an unknown order.
+    The second is row-parallel. Its columns correspond to the first's rows, so a first matrix with as many rows is cut
+    along them. A first matrix with twice as many rows is a fused gate and up in an unknown order.
     """
     front, second, _ = text.partition(_SECOND)
     if not second:
@@ -367,7 +365,7 @@ def _find_corner(side: Sequence[Any], sizes: Shape, shape: Shape) -> Shape:
         raise MismatchError(f"the affine map's pieces are not row-major blocks of {shape}")
     corner = []
     for step in expected:
-        at, offset = divmod(offset, step) if step else (0, offset)
+        at, offset = divmod(offset, step)
         corner.append(at)
     if offset or any(at + size > full for at, size, full in zip(corner, sizes, shape, strict=True)):
         raise MismatchError(f"the affine map's pieces reach beyond {shape}")

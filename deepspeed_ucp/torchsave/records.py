@@ -89,12 +89,12 @@ def list_zip(path: str, stream: ReadStream) -> FileRecords:
         record = Record(offset, info.file_size, info.CRC if is_checked else None)
         located.append((info.filename.partition("/")[2], record))
     located.sort(key=lambda named: named[1].offset)
-    roots = [info.filename.partition("/")[0] for info in entries]
+    root = entries[0].filename.partition("/")[0] if entries else ""
     _check_names(path, [info.filename.partition("/")[2] for info in entries])
     for (one, first), (other, second) in pairwise(located):
         if first.offset + first.nbytes > second.offset:
             raise CheckpointError(f"records {one} and {other} overlap; its directory is damaged. {RESTORE}", path=path)
-    return FileRecords(path, stream.size, dict(located), _sum_directory(front, archive), roots[0] if roots else "")
+    return FileRecords(path, stream.size, dict(located), _sum_directory(front, archive), root)
 
 
 def _open_zip(path: str, stream: ReadStream) -> tuple[FilePart, zipfile.ZipFile]:
@@ -200,27 +200,22 @@ def _locate(path: str, stream: ReadStream, info: zipfile.ZipInfo, offset: int | 
             f"the file. {RESTORE}",
             path=path,
         )
-    if offset is None:
-        offset = _read_offset(path, stream, info)
+    if offset is None:  # it is in the local header
+        is_inside = 0 <= info.header_offset < stream.size  # a damaged directory has any value here
+        header = stream.read_at(LOCAL.size, info.header_offset if is_inside else stream.size)
+        if len(header) < LOCAL.size or header[:4] != LOCAL_MAGIC:
+            raise CheckpointError(
+                f"record {info.filename} has no header at byte {info.header_offset}; the file is damaged. {RESTORE}",
+                path=path,
+            )
+        *_, name_length, extra_length = LOCAL.unpack(header)
+        offset = int(info.header_offset + LOCAL.size + name_length + extra_length)
     if offset + info.file_size > stream.size:
         raise CheckpointError(
             f"record {info.filename} ends beyond the file ({stream.size} bytes); it is truncated. {RESTORE}",
             path=path,
         )
     return offset
-
-
-def _read_offset(path: str, stream: ReadStream, info: zipfile.ZipInfo) -> int:
-    is_inside = 0 <= info.header_offset < stream.size  # a damaged directory has any value here
-    at = info.header_offset if is_inside else stream.size
-    header = stream.read_at(LOCAL.size, at)
-    if len(header) < LOCAL.size or header[:4] != LOCAL_MAGIC:
-        raise CheckpointError(
-            f"record {info.filename} has no header at byte {info.header_offset}; the file is damaged. {RESTORE}",
-            path=path,
-        )
-    *_, name_length, extra_length = LOCAL.unpack(header)
-    return int(info.header_offset + LOCAL.size + name_length + extra_length)
 
 
 def _check_names(path: str, names: list[str]) -> None:

@@ -208,9 +208,7 @@ def _read_open(path: str, stream: ReadStream) -> TorchFile:
 def list_records(path: str) -> FileRecords:
     """Read a file's directory, without parsing a zip's pickle."""
     with open_file(path) as stream:
-        if not starts_zip(stream):
-            return _read_legacy(path, stream)[1]
-        return list_zip(path, stream)
+        return list_zip(path, stream) if starts_zip(stream) else _read_legacy(path, stream)[1]
 
 
 def _read_zip(path: str, stream: ReadStream) -> tuple[Pickled, FileRecords]:
@@ -223,8 +221,7 @@ def _read_zip(path: str, stream: ReadStream) -> tuple[Pickled, FileRecords]:
 
 
 def _read_legacy(path: str, stream: ReadStream) -> tuple[Pickled, FileRecords]:
-    size = stream.size
-    front = _FRONT
+    size, front = stream.size, _FRONT
     while True:
         stream.seek(0)
         data = stream.read(front)

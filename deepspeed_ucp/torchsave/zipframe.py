@@ -18,7 +18,7 @@ from isal import isal_zlib
 from numpy.typing import NDArray
 
 from ..errors import CheckpointError
-from ..model.storage import ITEMSIZE, count
+from ..model.storage import ITEMSIZE, count, make_strides
 from .objects import STORAGES, Global, PickledObject, StorageRef, call, pack_scalar
 from .repickle import write_pickle
 
@@ -174,18 +174,10 @@ def make_tensor(key: str, dtype: str, storage_numel: int, shape: tuple[int, ...]
     numel = storage_numel if dtype in STORAGES else storage_numel * ITEMSIZE[dtype]
     kind = Global("torch", STORAGES[dtype]) if dtype in STORAGES else Global("torch.storage", "UntypedStorage")
     storage = StorageRef(key, kind, "cpu", numel)
-    view = (storage, 0, tuple(shape), _make_strides(shape), False, call("collections", "OrderedDict"))
+    view = (storage, 0, tuple(shape), make_strides(shape), False, call("collections", "OrderedDict"))
     if dtype in STORAGES:
         return call("torch._utils", "_rebuild_tensor_v2", *view)
     return call("torch._utils", "_rebuild_tensor_v3", *view, Global("torch", dtype))
-
-
-def _make_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 def dump_value(value: Any, dtype: str | None = None) -> tuple[bytes, int]:

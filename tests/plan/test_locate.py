@@ -54,7 +54,7 @@ def test_positions_count_elements_of_the_stored_dtype() -> None:
 
 def test_columns_are_located_as_strided_runs() -> None:
     atom = make_shards([(3, 4)])
-    source, target = whole((3, 4)), ShardH().cut((3, 4), [(3, 3), (3, 1)])
+    source, target = whole((3, 4)), ShardH().join([(3, 3), (3, 1)])
     want = Want(atom, 0, 3, 0, 10, View(source, target, 1, (0,)))
     assert list(locate(want)) == [CopyItem(0, 20, 4, 16, 3, 0, 10)]
     assert list(locate(want, split=True)) == [item(0, 20 + 16 * row, 4, 0, 10 + row) for row in range(3)]
@@ -123,14 +123,14 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, Layout]:
     if kind == "fused":
         parts, unit = (draw(st.integers(1, 3)), draw(st.integers(1, 3))), 12
         shapes = [[(sum(parts) * unit // tp, columns)] * tp for tp in draw(DEGREES)]
-        return ShardNC(parts).join(shapes[0]), ShardNC(parts).cut((sum(parts) * unit, columns), shapes[1])
+        return ShardNC(parts).join(shapes[0]), ShardNC(parts).join(shapes[1])
     if kind == "replicas":
         degrees = draw(DEGREES)
         return tuple(Replicate().join([(rows, columns)] * tp) for tp in degrees)  # type: ignore[return-value]
     pattern, total = (ShardV(), rows) if kind == "rows" else (ShardH(), columns)
     cut = [draw_widths(draw, total, tp) for tp in draw(DEGREES)]
     shapes = [[(w, columns) if kind == "rows" else (rows, w) for w in widths] for widths in cut]
-    return pattern.join(shapes[0]), pattern.cut((rows, columns), shapes[1])
+    return pattern.join(shapes[0]), pattern.join(shapes[1])
 
 
 DEGREES = st.tuples(*[st.sampled_from((1, 1, 2, 3, 4))] * 2)

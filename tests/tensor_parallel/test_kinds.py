@@ -8,7 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ucp.errors import MismatchError
-from deepspeed_ucp.tensor_parallel.kinds import Partial, Replicate, SameShards, ShardH, ShardHy, ShardNC, ShardV, Unique
+from deepspeed_ucp.tensor_parallel.kinds import (
+    Partial,
+    Replicate,
+    SameShards,
+    ShardH,
+    ShardHy,
+    ShardNC,
+    ShardV,
+    Unique,
+    check_shapes,
+)
 from deepspeed_ucp.tensor_parallel.layout import find_faults, stack, whole
 from deepspeed_ucp.tensor_parallel.metadata import Viewed
 from tests.support.reshard import examples
@@ -94,8 +104,7 @@ def test_the_shards_of_every_pattern_join_to_the_whole(case):
         np.testing.assert_array_equal(got, expected.reshape(-1))
     (joined,) = reshard(layout, [shard.reshape(-1) for shard in shards], whole(array.shape))
     np.testing.assert_array_equal(joined, array.reshape(-1))
-    cut = pattern.cut(array.shape, [shard.shape for shard in shards])
-    for got, expected in zip(reshard(whole(array.shape), [array.reshape(-1)], cut), shards, strict=True):
+    for got, expected in zip(reshard(whole(array.shape), [array.reshape(-1)], layout), shards, strict=True):
         np.testing.assert_array_equal(got, expected.reshape(-1))
 
 
@@ -103,7 +112,7 @@ def test_recorded_widths_apply_only_to_their_degree():
     """Three key/value heads on two ranks, [2, 1]; on three ranks the widths follow the shapes."""
     pattern = ShardNC(parts=(6, 3), sized=True, widths=((4, 2), (2, 1)))
     assert pattern.join([(6,), (3,)]).shards[1][0] == ((4, 6), (8, 9))
-    assert pattern.cut((9,), [(3,)] * 3).shards[1][0] == ((2, 4), (7, 8))
+    assert pattern.join([(3,)] * 3).shards[1][0] == ((2, 4), (7, 8))
     with pytest.raises(MismatchError, match="do not sum to the shards' widths"):
         pattern.join([(5,), (4,)])
 
@@ -123,9 +132,6 @@ def test_uneven_parts_are_refused_if_they_may_be_whole_heads():
     pairs = ShardNC(parts=(40, 20, 20), sized=True, unit=4).join([(32,), (32,), (16,)])  # whole groups of heads
     assert pairs.shards[2][0] == ((32, 40), (56, 60), (76, 80))
     assert ShardNC(parts=(10, 5, 5)).join([(8,), (8,), (4,)]).shards[2][0] == ((8, 10), (14, 15), (19, 20))
-
-
-LOGICAL = r"logical shape \(8, 3\) in the checkpoint, \(8, 2\) in the model"
 
 
 @pytest.mark.parametrize(
@@ -148,8 +154,6 @@ LOGICAL = r"logical shape \(8, 3\) in the checkpoint, \(8, 2\) in the model"
         (ShardNC(blocks=4), "join", [[(6,), (6,)]], "does not divide into 4 blocks"),
         (ShardNC(parts=(2, 1), unit=2), "join", [[(3,), (3,)]], "not whole units of 2"),
         (ShardV(), "join", [[]], "no shards"),
-        (ShardV(), "cut", [(9, 2), [(4, 2), (4, 2)]], "original_vocab_size"),
-        (ShardV(), "cut", [(8, 3), [(4, 2), (4, 2)]], LOGICAL),
         (ShardV(), "spread", [(10, 5), 4], "dimension 0: 10 does not divide into 4 equal parts"),
         (ShardNC(blocks=3), "spread", [(18, 5), 4], "dimension 0: 6 does not divide into 4 equal parts"),
         (ShardHy((2, 1)), "spread", [(4, 6), 4], r"grid \[2, 1\] does not fit 4 ranks"),
@@ -159,6 +163,15 @@ LOGICAL = r"logical shape \(8, 3\) in the checkpoint, \(8, 2\) in the model"
 def test_shapes_that_contradict_the_pattern_are_refused(pattern, method, args, message):
     with pytest.raises(MismatchError, match=message):
         getattr(pattern, method)(*args)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [((9, 2), "original_vocab_size"), ((8, 3), r"logical shape \(8, 3\) in the checkpoint, \(8, 2\) in the model")],
+)
+def test_logical_shapes_that_differ_are_refused(source, message):
+    with pytest.raises(MismatchError, match=message):
+        check_shapes(source, (8, 2), vocab=None)
 
 
 def test_a_pattern_keeps_unchanged_shards():
