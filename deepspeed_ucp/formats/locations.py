@@ -165,7 +165,6 @@ def find_files(folders: Sequence[str], comm: Comm, list_place: Callable[[str], E
 
     Args:
         folders: the tag's folder by place.
-        list_place: lists one of them.
     """
     stores = {folder: comm.once(partial(_list, folder, list_place)) for folder in folders if is_url(folder)}
     for folder, entries, _ in stores.values():

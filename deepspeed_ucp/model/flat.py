@@ -31,7 +31,6 @@ class FlatBuffer:
     It is a param group (ZeRO 1/2, BF16 and FP16 wrappers), a ZeRO-3 sub-group, or a single parameter (no wrapper).
 
     Attributes:
-        group: index of the param group.
         names: parameters in flat order.
         shapes: their unpartitioned shapes.
         offsets: first element of each, ascending, in the whole buffer or in every partition (``by_parameter``).

@@ -65,7 +65,6 @@ class SavedJob:
     Attributes:
         ranks: number of processes.
         model_ranks: number of processes that hold one replica of the model.
-        steps: optimizer steps.
         total_batch: samples per step over all ranks; None if unknown.
         accumulation: micro batches per step; None if unknown.
         asked: value of :data:`ASKED`; None if the job trained on the script's own batch.
@@ -114,7 +113,6 @@ class Use:
     """A class or function that a pickle names, and its use in the pickle.
 
     Attributes:
-        kind: its dotted name.
         value: the pickle only makes plain values of it: empty instances (for a few classes of the standard library
             also a call with numbers or text) that receive attributes. It is no argument of a call, and no instance is
             called, filled, hashed or passed to a call.
@@ -148,7 +146,6 @@ class AtomicIndex:
         failed: paths of copies that this rank skips after a failure.
         counters: global_steps, global_samples, skipped_steps, dp_world_size, mp_world_size, and batch sizes.
         scalars: parameter → the optimizer's scalars (``step``) as Python numbers.
-        groups: param groups with hyper-parameters.
         scaler: fields of the loss scaler (``cur_scale``, ``dynamic``, …); empty without one.
         clip_grad: gradient clipping that the optimizer stored, or None.
         optimizer: name of the optimizer in the saved ds_config, or None.

@@ -106,8 +106,6 @@ class Fragment:
     """Consecutive elements of a flattened shard, from byte ``offset`` of a record on.
 
     Attributes:
-        start: first element.
-        numel: number of elements.
         block: shape of a block of a tensor that is cut along several dimensions, stored row-major; empty for the
             consecutive elements [start, start + numel).
     """
@@ -233,7 +231,6 @@ class PartitionedState:
 
     Attributes:
         buffer: its parameters under the whole model's names.
-        dtype: as stored.
         records: record of each partition; -1 if no file has it.
         offsets: byte in the record at which each partition begins.
     """

@@ -25,7 +25,6 @@ class EngineBuffer:
 
     Attributes:
         buffer: layout of the parameters over all ranks; a tensor without optimizer is alone in it.
-        part: the rank's partition.
         tp_shard: index of the tensor-parallel shard that the partition belongs to, if the tensors have several.
         dtype: dtype of the partition, in memory or in its swap file.
         states: optimizer states to load, with their dtypes in this run.
@@ -109,7 +108,6 @@ class EngineView:
         attributes: Megatron's attributes of the parameters.
         declared_new: names of tensors that the user has declared to be new: the checkpoint need not have them.
         info: the model's ``universal_checkpoint_info``.
-        tp: tensor-parallel degree.
         unsharded: names of tensors that tensor-parallel ranks do not cut.
 
     Example:

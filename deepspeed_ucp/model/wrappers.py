@@ -119,8 +119,6 @@ class Wrapper:
         """Make the flat buffers of a param group or sub-group.
 
         Args:
-            group: number of the param group.
-            names, shapes: its parameters in flat order.
             parts: number of ranks over which they are partitioned.
             partition, gaps: see :func:`~deepspeed_ucp.model.flat.join_parameters`.
         """

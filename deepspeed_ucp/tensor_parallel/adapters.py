@@ -29,7 +29,6 @@ class AdapterTensor:
     Attributes:
         module: name of the adapted module, or of a module in ``modules_to_save``.
         kind: ``lora_A``, …; empty for ``modules_to_save``.
-        adapter: name of the adapter.
         end: rest of the name, such as ``.weight``.
     """
 

@@ -235,7 +235,6 @@ class ShardNC(Pattern):
     two equal parts. Fused experts [experts * out, in] cut along out: ``blocks=experts``.
 
     Attributes:
-        dim: the dimension that is cut.
         blocks: number of equal blocks along ``dim``, each cut in the same way.
         parts: sizes of a block's parts, or their proportions; sizes must add up to a block.
         sized: ``parts`` are sizes.

@@ -35,7 +35,6 @@ class Layout:
         shape: the logical shape including this side's vocabulary padding.
         view: sizes of the view's axes; the same elements in row-major order.
         shards: for each rank and view axis the rank's intervals in local order.
-        local_shapes: shape of each rank's tensor.
         replicated: every shard is the whole tensor.
         mean: the logical value is the mean of the shards (Partial); they are replicated but may differ.
         claims: if shards overlap in parts (key/value blocks on every rank), the intervals to take from each rank, by
@@ -105,7 +104,6 @@ def copy_runs(source: Layout, src_rank: int, target: Layout, dst_rank: int, low:
         source, target: layouts of the same parameter. One axis may be longer on one side (vocabulary padding, resized
             parameters); elements that one side lacks are omitted.
         src_rank: source shard; the caller chooses one if the source is replicated.
-        dst_rank: target shard.
         low, high: range in the flattened target shard.
 
     Returns:

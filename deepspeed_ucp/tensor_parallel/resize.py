@@ -75,7 +75,6 @@ class Resized:
     Attributes:
         saved, live: rows in the checkpoint and in the model.
         kept: number of saved rows that are kept, from the first on.
-        new: content of the new rows, see :class:`Resize`.
         pads: the new rows are a vocabulary's padding.
     """
 

@@ -187,7 +187,6 @@ class TensorRef:
     Attributes:
         offset: first element in the storage.
         shape, stride: per dimension; strides in elements.
-        dtype: name of the element type, such as ``float32``.
         made: the call by which the pickle makes the tensor.
         lazy: the bytes must still be negated or conjugated (torch's neg and conj bits).
         data: little-endian bytes of the only element if the tensor has one and the file was read, else None.

@@ -49,8 +49,6 @@ class _Form:
     """The common part of files of one form.
 
     Attributes:
-        tree: the tensor reference.
-        record: record of the tensor's storage.
         begin: all bytes in front of the storage.
         compared: slices of the ending, joined they equal ``same``.
         crc: position of the storage's checksum in the ending.
@@ -75,7 +73,6 @@ class HeaderCache:
         """Return the header of a file of a known form, else None.
 
         Args:
-            nbytes: size of the file.
             begin, end: its first :data:`BEGINNING` and last :data:`ENDING` bytes.
         """
         for form in self._forms.get(nbytes, ()):
@@ -143,7 +140,6 @@ class TorchFile(FileRecords):
 
     Attributes:
         tree: object tree as inert data; one-element tensors have their bytes.
-        protocol: protocol of the pickle.
         uses, members: see :meth:`.Pickled.list_uses`.
     """
 
@@ -163,7 +159,6 @@ def read_parts(path: str, parts: Sequence[tuple[int, int]]) -> list[Header]:
     """Read the headers of ``torch.save`` files that are parts of one file.
 
     Args:
-        path: the file.
         parts: first byte and size of each part. Offsets in the returned headers are those of the whole file.
     """
     headers, cache = [], HeaderCache(path)

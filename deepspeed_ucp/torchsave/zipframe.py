@@ -153,7 +153,6 @@ def make_image(tree: Mapping[str, Any], dtype: str, storage_numel: int, shape: t
     Args:
         tree: further entries of the dictionary as inert data (:mod:`~.objects`).
         dtype: name of the element type, a key of ``ITEMSIZE``.
-        storage_numel: elements of the storage.
         shape: shape of the tensor, a view of the storage's first elements.
     """
     if dtype not in ITEMSIZE or count(shape) > storage_numel:

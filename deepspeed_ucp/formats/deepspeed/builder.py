@@ -69,12 +69,10 @@ class SavedRank:
     """One model-parallel rank of the source while its files are added.
 
     Attributes:
-        pp, tp: its pipeline and tensor-parallel rank.
         shapes: local name → local shape of the optimizer's parameters.
         instances: name → number of earlier stages that hold it as well.
         empty: shapes of shards without elements, whose parameters other tensor-parallel ranks' optimizers have.
         flats: its flat buffers, with the module's names.
-        groups: its param groups.
         unsharded: parameters that tensor-parallel ranks do not cut: they have one shard.
     """
 
@@ -115,21 +113,20 @@ def list_ranks(save: Save, names: Sequence[Sequence[str]]) -> tuple[list[SavedRa
         holders.update(stage_names.keys())
         for tp in range(save.tp):
             lacking = stage_names.keys() - set(names[pp * save.tp + tp])
-            empty = _find_empty(save, pp * save.tp + tp) if lacking else {}
-            empty = {name: shape for name, shape in empty.items() if name in lacking}
+            empty = _find_empty(save, pp * save.tp + tp, lacking) if lacking else {}
             ranks.append(SavedRank(pp, tp, instances=instances, empty=empty))
     return ranks, {name: stages for name, stages in holders.items() if stages > 1}
 
 
-def _find_empty(save: Save, mp: int) -> dict[str, Shape]:
-    """Return the local shapes of a rank's tensors without elements."""
+def _find_empty(save: Save, mp: int, names: Collection[str]) -> dict[str, Shape]:
+    """Return the local shapes of a rank's tensors that have these names and no elements."""
     model = save.model(mp)
     shapes = dict(model.frozen_shapes)
     for layer, header in save.layers[mp % save.tp].items():
         shapes.update({f"{layer}.{key}": piece.shape for key, piece in (header.layer or {}).items()})
     if model.module and not (model.param_shapes is not None and save.is_sharded):
         shapes.update({name: piece.shape for name, piece in model.module.items()})
-    return {name: shape for name, shape in shapes.items() if not count(shape)}
+    return {name: shape for name, shape in shapes.items() if name in names and not count(shape)}
 
 
 def fill_param_shapes(save: Save) -> None:
@@ -450,23 +447,19 @@ class Builder:
         empty = {(rank.param(n), rank.tp): shape for rank in self.ranks for n, shape in rank.empty.items()}
         for param, storages in self._storages.items():
             if not _is_sound(storages, self._tp_shards[param]):
-                self._storages[param] = self._join(param, empty, faults)
+                self._storages[param] = []
+                for state in dict.fromkeys(state for storage in storages for state in storage.states):
+                    try:
+                        self._storages[param] += self._join(param, state, storages, empty)
+                    except CheckpointError as error:
+                        faults.append(str(error))
         if faults:
             raise CheckpointError(*faults)
         return Atoms(self._storages, self._module)
 
-    def _join(self, param: ParamKey, empty: _Empty, faults: list[str]) -> list[ParamStorage]:
-        """Join a parameter's storages by state and ``tp_shard``; append coverage faults."""
-        joined: list[ParamStorage] = []
-        for state in dict.fromkeys(state for storage in self._storages[param] for state in storage.states):
-            try:
-                joined += self._join_state(param, state, empty)
-            except CheckpointError as error:
-                faults.append(str(error))
-        return joined
-
-    def _join_state(self, param: ParamKey, state: str, empty: _Empty) -> list[ParamStorage]:
-        storages = [part for part in self._storages[param] if state in part.states]
+    def _join(self, param: ParamKey, state: str, storages: Sequence[ParamStorage], empty: _Empty) -> list[ParamStorage]:
+        """Join the storages of a state by ``tp_shard``."""
+        storages = [part for part in storages if state in part.states]
         storages = [  # files of a flat buffer may lack the state
             part for part in storages if isinstance(part.states[state], Fragments) or part.list_fragments(state)
         ]

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from ...errors import CheckpointError, UcpError, UnsupportedError, shorten
+from ...errors import CheckpointError, UnsupportedError, shorten
 from ...io.interface import explain_failure
 from ...io.jsonfile import read_json
 from ...io.paths import UPLOAD, Entry
@@ -269,7 +269,18 @@ def sort_names(folder: str, names: Collection[str]) -> tuple[dict[str, dict[Key,
             )
     sorted_names = sort_roles(ROLES, chosen)
     if not sorted_names["model"] and not sorted_names["model_zero3"]:
-        raise _explain_nothing(folder, names)
+        names = sorted(names)
+        if any(map(_LEGACY.fullmatch, names)):
+            raise UnsupportedError(
+                "is of Megatron-LM's format `torch`, a folder for each rank, which is not read. Convert it "
+                "with Megatron-Bridge to Hugging Face's format, and load that.",
+                path=folder,
+            )
+        raise CheckpointError(
+            "no model states found (mp_rank_00_model_states.pt or zero_pp_rank_*_model_states.pt), only "
+            f"{shorten(names) or 'nothing'}. It is not a DeepSpeed checkpoint, or the save was interrupted.",
+            path=folder,
+        )
     return sorted_names, copies
 
 
@@ -285,21 +296,6 @@ def sort_roles(roles: Mapping[str, Role], chosen: Mapping[str, str]) -> dict[str
             if (match := pattern.fullmatch(bare)) and not (role == "swap" and make_key(match) in sorted_names[role]):
                 sorted_names[role][make_key(match)] = name
     return sorted_names
-
-
-def _explain_nothing(folder: str, names: Iterable[str]) -> UcpError:
-    names = sorted(names)
-    if any(map(_LEGACY.fullmatch, names)):
-        return UnsupportedError(
-            "is of Megatron-LM's format `torch`, a folder for each rank, which is not read. Convert it "
-            "with Megatron-Bridge to Hugging Face's format, and load that.",
-            path=folder,
-        )
-    return CheckpointError(
-        "no model states found (mp_rank_00_model_states.pt or zero_pp_rank_*_model_states.pt), only "
-        f"{shorten(names) or 'nothing'}. It is not a DeepSpeed checkpoint, or the save was interrupted.",
-        path=folder,
-    )
 
 
 def holds_atoms(entries: Mapping[str, Entry]) -> bool:

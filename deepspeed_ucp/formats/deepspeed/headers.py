@@ -155,7 +155,6 @@ class ModelHeader:
         degrees: (pipeline, tensor) parallel degrees; None in older releases.
         hints: as in :class:`~deepspeed_ucp.model.index.AtomicIndex`.
         others: storages of the client's tensors.
-        facts: facts for extensions.
         batch: batch sizes in its ds_config, by DeepSpeed's names.
         helpers: as in :class:`~deepspeed_ucp.model.index.AtomicIndex`.
         shard_size: ranks over which MiCS partitions, of which only the first group saves; 0 without MiCS.

@@ -100,7 +100,6 @@ class NamedOptimizer:
         groups: names of the parameters of each saved group, in saved order.
         shapes: their local shapes.
         tensors: the model's tensors with their files.
-        mp: model-parallel rank.
         place: index among the ranks whose files hold different parameters of the model-parallel rank.
         fused: parameter → the whole model's parameters in it, with shapes, if it has several.
     """
@@ -316,12 +315,7 @@ class ModuleOrder:
     apart: str = ""
 
     def follow(self, groups: GroupNames, hyper: Sequence[Mapping[str, Any]]) -> GroupNames:
-        """Return the live groups in the saved order; MismatchError if it is uncertain.
-
-        Args:
-            groups: with the files' names.
-            hyper: their hyper-parameters.
-        """
+        """Return the live groups in the saved order; MismatchError if it is uncertain."""
         known = [self._list_known(group) for group in groups]
         moved = [names for names in known if self._differ(names, self.now)]
         swapped = [names for names in self._list_alike(known, hyper) if self._differ(names, self.now)]

@@ -125,11 +125,10 @@ def _pick_config(config: Any) -> dict[str, Any]:
 
 def _keep_plain(section: dict[Any, Any]) -> dict[Any, Any]:
     """Return a ds_config's section with plain values, names of dtypes and enum values."""
-    kept: dict[Any, Any] = {}
-    for key, value in section.items():
-        plain = _keep_plain(value) if isinstance(value, dict) else to_member(value)
-        kept |= {key: plain} if _is_plain(plain) else {}
-    return kept
+    read = (
+        (key, _keep_plain(value) if isinstance(value, dict) else to_member(value)) for key, value in section.items()
+    )
+    return {key: value for key, value in read if _is_plain(value)}
 
 
 def normalize_zero(section: dict[Any, Any]) -> dict[Any, Any]:
@@ -138,7 +137,7 @@ def normalize_zero(section: dict[Any, Any]) -> dict[Any, Any]:
     for key in ("stage", "mics_shard_size"):
         if normalized.get(key) is not None:
             value = normalized[key]
-            normalized[key] = int(value) if isinstance(value, str) and len(value) < _LONGEST_NUMBER else _as_int(value)
+            normalized[key] = int(value) if isinstance(value, str) and len(value) < _LONGEST_NUMBER else as_int(value)
     if normalized.get("stage") not in (None, 0, 1, 2, 3):
         raise ValueError(f"ZeRO stage {normalized['stage']!r:.40}")
     return normalized
@@ -181,9 +180,7 @@ def _convert(file: TorchFile, name: str) -> FileHeader:
         more_facts, more_writer = extension.read_facts(tree, partial(read_field, file, tree))
         facts |= more_facts
         writer |= more_writer
-    checked = not file.unchecked
-    named = list_globals(file)
-    header = FileHeader(name, file.size, file.header_crc, named, writer=writer, checked=checked)
+    header = FileHeader(name, file.size, file.header_crc, list_globals(file), writer=writer, checked=not file.unchecked)
     if "model_states" in name and not holds_run(os.path.basename(name)):
         return replace(header, layer=_read_tensors(file, tree), extras=tuple(select_extra_states({"module": tree})))
     header = replace(
@@ -231,10 +228,10 @@ def _read_model(file: TorchFile, tree: dict[Any, Any]) -> ModelHeader:
     if lacking := frozen.keys() - frozen_shapes.keys():
         raise ValueError(f"no shape for {shorten(sorted(lacking))}")
     pieces = (*(module or {}).values(), *frozen.values(), *(optim.list_pieces() if optim else ()))
-    known = {piece.record for piece in pieces}
+    known, entries = {piece.record for piece in pieces}, saved.items() if isinstance(saved, dict) else ()
     return ModelHeader(
         module=module,
-        nested=isinstance(saved, dict) and _is_nested(saved),
+        nested=any(isinstance(value, dict) and not str(key).endswith(EXTRA_STATE) for key, value in entries),
         buffers=field("buffer_names", _as_names),
         param_shapes=field("param_shapes", _read_groups),
         frozen_shapes=frozen_shapes,
@@ -275,8 +272,10 @@ def read_optim(file: TorchFile, state: dict[str, Any]) -> OptimHeader:
         masters = [tensor for group in masters for tensor in group]
     inner: Any = state.get(wrapper.inner) if wrapper.inner else state
     elastic = wrapper.form is Form.PARTITIONS and isinstance(inner, list)
-    if elastic:
-        inner = _unite_elastic(inner, state.get("base_optimizer_state_step"))
+    if elastic:  # a list of states, one per group
+        step = state.get("base_optimizer_state_step")
+        groups = [{"params": [number]} | ({} if step is None else {"step": step}) for number in range(len(inner))]
+        inner = {"state": dict(enumerate(inner)), "param_groups": groups}
     header = replace(read_inner(file, state, inner or {}, wrapper, masters), elastic=elastic)
     if wrapper.form is Form.PARTITIONS:
         return _add_slices(file, header, state)
@@ -289,10 +288,9 @@ def _add_slices(file: TorchFile, header: OptimHeader, state: dict[str, Any]) -> 
     if state.get("param_slice_mappings") is None:
         text = "no param_slice_mappings; saved by a DeepSpeed release too old. Load and save it with a newer one."
         raise UnsupportedError(text, path=file.path)
-    stage = field(ZERO_STAGE_KEY, as_stage)
     return replace(
         header,
-        stage=header.stage if stage is None else stage,
+        stage=field(ZERO_STAGE_KEY, lambda stage: header.stage if stage is None else as_int(stage)),
         slices=field("param_slice_mappings", lambda groups: tuple(map(_read_slices, groups))),
         paddings=field("group_paddings", _as_ints),
         alignment=field("param_alignment_paddings", lambda groups: tuple(map(_as_ints, as_list(groups)))),
@@ -317,7 +315,7 @@ def read_inner(
     groups = [dict(group) for group in inner.get("param_groups", [])]
     params = [tuple(group.pop("params", ())) for group in groups]
     named = [group.pop("param_names", None) for group in groups]
-    saved, members = inner.get("state", {}), list(map(_as_int, chain.from_iterable(params)))
+    saved, members = inner.get("state", {}), list(map(as_int, chain.from_iterable(params)))
     known = {*members, "state", "param_groups"}
     common = {
         str(key): describe(value) for key, value in [*saved.items(), *inner.items()] if value and key not in known
@@ -346,7 +344,8 @@ def _read_states(file: TorchFile, entries: dict[str, Any]) -> TensorStates:
     """Sort one parameter's states into the kinds of :class:`.TensorStates`."""
     states, scalars, zero_dim, other, single = {}, {}, {}, {}, {}
     for name, value in entries.items():
-        if value is None or _is_offload_buffer(name, entries):
+        state = str(name).removesuffix("_offload_buffer")
+        if value is None or (state != name and state in entries):  # a stale copy that ``engine.offload_states`` leaves
             continue
         number = to_number(value)
         if isinstance(number, (float, complex)) or is_short(number):
@@ -362,26 +361,11 @@ def _read_states(file: TorchFile, entries: dict[str, Any]) -> TensorStates:
     return TensorStates(states, scalars, zero_dim, other, single)
 
 
-def _unite_elastic(states: list[Any], step: Any) -> dict[str, Any]:
-    groups = [{"params": [number]} | ({} if step is None else {"step": step}) for number in range(len(states))]
-    return {"state": dict(enumerate(states)), "param_groups": groups}
-
-
-def _is_offload_buffer(name: Any, entries: Mapping[Any, Any]) -> bool:
-    """Return True for the stale copy of a state that ``engine.offload_states`` leaves."""
-    state = str(name).removesuffix("_offload_buffer")
-    return state != name and state in entries
-
-
 def select_extra_states(tree: Any) -> dict[str, Any]:
     """Return the modules' extra states in a model-states file, by their keys."""
     module = tree.get("module") if isinstance(tree, dict) else None
     entries = module.items() if isinstance(module, dict) else ()
     return {name: state for name, state in entries if str(name).endswith(EXTRA_STATE)}
-
-
-def _is_nested(module: dict[Any, Any]) -> bool:
-    return any(isinstance(value, dict) and not str(key).endswith(EXTRA_STATE) for key, value in module.items())
 
 
 def _walk_tensors(module: dict[Any, Any]) -> Iterator[tuple[str, TensorRef]]:
@@ -410,18 +394,16 @@ def _read_batch(config: Any) -> dict[str, int]:
 def _read_degrees(value: Any) -> tuple[int, int] | None:
     if not isinstance(value, dict) or not {"pp_degree", "tp_degree"} <= value.keys():
         return None
-    return _as_int(value["pp_degree"]), _as_int(value["tp_degree"])
+    return as_int(value["pp_degree"]), as_int(value["tp_degree"])
 
 
 def _read_slices(group: Any) -> tuple[tuple[str, int, int], ...]:
     slices = []
     for name, address in group.items():
         fields = address.state if isinstance(address, PickledObject) else None
-        if isinstance(fields, dict):
-            slices.append((name, _as_int(fields["start"]), _as_int(fields["numel"])))
-        else:  # older releases: a namedtuple (numel, start)
-            numel, start = address.args
-            slices.append((name, _as_int(start), _as_int(numel)))
+        # older releases: a namedtuple (numel, start)
+        numel, start = (fields["numel"], fields["start"]) if isinstance(fields, dict) else address.args
+        slices.append((name, as_int(start), as_int(numel)))
     return tuple(slices)
 
 
@@ -507,20 +489,15 @@ def _as_shapes(group: Any) -> dict[str, Shape]:
 
 
 def _as_count(value: Any, key: str) -> int | None:
-    return None if value is None else _as_int(value, least=int(key.endswith("_world_size")))
+    return None if value is None else as_int(value, least=int(key.endswith("_world_size")))
 
 
 def _as_ints(value: Any) -> tuple[int, ...]:
-    return tuple(map(_as_int, as_list(value)))
+    return tuple(map(as_int, as_list(value)))
 
 
 _STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}
 """DeepSpeed's names of the stages (``ZeroStageEnum``)."""
-
-
-def as_stage(value: Any) -> int | None:
-    """Return the number of a ZeRO stage; None if it is missing."""
-    return None if value is None else _as_int(value)
 
 
 def read_stage(value: Any) -> Any:
@@ -530,7 +507,7 @@ def read_stage(value: Any) -> Any:
     return to_member(value)
 
 
-def _as_int(value: Any, least: int | None = None) -> int:
+def as_int(value: Any, least: int | None = None) -> int:
     """Return a whole number, also from a float, a 0-dim tensor or an enum's member."""
     number = to_integer(to_number(read_stage(value)))
     if not isinstance(number, int):

@@ -36,7 +36,6 @@ class Save:
         first: headers of the first rank's model states and, if any, optimizer states; empty until they are read.
         expected: names of all files that the save must have, and the reason if DeepSpeed may not have written one.
         extensions: special cases of this save; empty until ``first`` is read.
-        pp, tp: pipeline and tensor parallel degrees.
         dp: number of data-parallel ranks, read from the model states.
         models: model states by model-parallel rank; under ZeRO 3 one per data-parallel rank.
         shards: optimizer states by model- and data-parallel rank; empty lists at ZeRO stage 0.
@@ -114,11 +113,8 @@ class Save:
     @property
     def headers(self) -> list[FileHeader]:
         """All headers: model and optimizer states, layers, extensions' files, swap files."""
-        layers, swaps = (files.values() for files in self.layers), (files.values() for files in self.swaps.values())
-        files = [*chain(*self.models), *chain(*self.shards), *chain(*layers)]
-        further = (files.values() for files in self.further.values())
-        files += [*chain(*further), *chain(*swaps)]
-        return files
+        by_key: list[Mapping[Any, FileHeader]] = [*self.layers, *self.further.values(), *self.swaps.values()]
+        return [*chain(*self.models, *self.shards), *chain.from_iterable(files.values() for files in by_key)]
 
     def list_ranks(self, mp: int) -> range:
         """Return the ranks ``dp_rank * tp + tp_rank`` that hold a model-parallel rank."""
@@ -431,13 +427,9 @@ def _compare(
     for header, value in zip(headers, values, strict=True):
         # NaN is not equal to itself
         same = (group for known, group in alike if known is value or known == value or repr(known) == repr(value))
-        group = next(same, None)
-        if group is None:
-            alike.append((value, [header]))
-        else:
-            group.append(header)
-    if len(alike) < 2:
-        return
+        if (group := next(same, None)) is None:
+            alike.append((value, group := []))
+        group.append(header)
     usual, most = max(alike, key=lambda pair: len(pair[1]))
     for value, foreign in alike:
         for header in foreign if foreign is not most else ():

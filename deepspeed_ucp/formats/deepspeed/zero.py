@@ -127,7 +127,6 @@ def _lay_out(
 
     Args:
         shard: file of the first of these ranks.
-        local: shapes of their parameters.
         parts, partition: as of :func:`_measure`.
     """
     optim, sharded = shard.require_optim(), partition is None

@@ -106,11 +106,7 @@ def count_steps(steps: Iterable[Any]) -> dict[str, int]:
 
 
 def list_ignored(names: Collection[str], reason: str, where: str, file: str = "") -> list[Finding]:
-    """Warn of contents of a checkpoint that are not loaded.
-
-    Args:
-        file: file name (default: the first of ``names``).
-    """
+    """Warn of contents of a checkpoint that are not loaded."""
     text = f"{where}: not loaded by the engine, since it is {reason}: {shorten(names)}."
     return [Finding("unsaved", file or next(iter(names)), text, WARNING)] if names else []
 
@@ -138,7 +134,6 @@ class Contents:
     """Contents of a foreign checkpoint, as returned by the reader of its format.
 
     Attributes:
-        format: name of the format.
         head: name of the first file, for messages.
         weights: tensors of the model by name.
         states: optimizer states by parameter and state.

@@ -28,7 +28,7 @@ from ...tensor_parallel.recorded import record_pattern
 from ..deepspeed.files import MANIFEST, ZERO
 from ..deepspeed.headers import FileHeader
 from ..deepspeed.reading import read_file
-from ..deepspeed.seal import Seal, SealedFile, compare_file, read_seal
+from ..deepspeed.seal import Seal, compare_file, read_seal
 from ..findings import Finding, from_failure
 
 STATE_FILE = "mp_rank_00_model_states.pt"
@@ -122,7 +122,6 @@ class Manifest:
         fingerprint, view: of the source (:mod:`deepspeed_ucp.convert.identity`).
         verified: whether every byte of the source was compared with its checksum.
         source: topology of the source as data, without flat buffers.
-        atoms: sorted by name, state and instance.
         patterns: name → {"pattern": as data, "origin": text}.
         scalars, groups, buffers: as in the index.
     """
@@ -166,8 +165,6 @@ def dump_index(
     """Return the entry ``index`` of a conversion's seal.
 
     Args:
-        patterns: parameter → pattern of its assembly.
-        origin: parameter → origin of the pattern.
         identity: ``fingerprint``, ``view`` and ``verified``.
     """
     topology = {field.name: getattr(index.topology, field.name) for field in fields(Topology) if field.name != "flats"}
@@ -248,16 +245,12 @@ def _find_faults(manifest: Manifest) -> Iterator[str]:
         yield f"holds other numbers of experts than it says: {shorten(unfit)}."
     if loops := sorted(alias for alias, name in manifest.aliases.items() if name in manifest.aliases):
         yield f"aliases of aliases: {shorten(loops)}."
-    if unfit := [atom.label for atom in manifest.atoms if not _fits(atom, files)]:
+    sizes = {atom: files[place_file(atom.key)].size - atom.offset for atom in manifest.atoms}
+    if unfit := [atom.label for atom, size in sizes.items() if atom.dtype not in ITEMSIZE or atom.nbytes > size]:
         yield f"shape, dtype and bytes contradict each other: {shorten(unfit)}."
     kinds = {name: kind for name, kind in get_type_hints(Topology).items() if name != "flats"}
     if odd := [name for name in {**kinds, **manifest.source} if type(manifest.source.get(name)) is not kinds.get(name)]:
         yield f"source: {shorten(odd)} is missing, unknown, or of another form than expected."
-
-
-def _fits(atom: SealedAtom, files: Mapping[str, SealedFile]) -> bool:
-    """Return True if the dtype is known and the tensor fits into the file."""
-    return atom.dtype in ITEMSIZE and atom.nbytes <= files[place_file(atom.key)].size - atom.offset
 
 
 def is_path(path: str) -> bool:

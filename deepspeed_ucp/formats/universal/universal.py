@@ -31,13 +31,13 @@ from ...tensor_parallel.layout import Shape
 from ...tensor_parallel.metadata import INFO, from_universal_info
 from ...tensor_parallel.recorded import record_pattern
 from ...torchsave.objects import TensorRef
-from ...torchsave.torchfile import TorchFile, read_header
+from ...torchsave.torchfile import read_header
 from ..deepspeed.builder import Builder, SavedRank
 from ..deepspeed.files import MANIFEST, ZERO, holds_atoms, scan_folder
 from ..deepspeed.headers import FileHeader, OptimHeader, Piece
 from ..deepspeed.index import find_saved_precision, make_index
 from ..deepspeed.module import add_modules
-from ..deepspeed.reading import as_stage, make_piece, read_field, read_file, read_inner, read_optim
+from ..deepspeed.reading import as_int, make_piece, read_field, read_file, read_inner, read_optim
 from ..deepspeed.save import Save, arrange_headers, describe_offload, find_foreign_files, name_model_files
 from ..deepspeed.zero import add_frozen_zero3
 from ..findings import WARNING, Finding, explain_form, make_error
@@ -200,28 +200,24 @@ def _read_param(folder: str, name: str, files: Sequence[str]) -> dict[str, Param
 def _read_file(folder: str, name: str) -> ParamHeader:
     path = os.path.join(folder, name)
     file = read_header(path)
-    with explain_form(path):
-        return _parse_param_file(file, name)
-
-
-def _parse_param_file(file: TorchFile, name: str) -> ParamHeader:
     tree, header = file.tree, FileHeader(name, file.size, crc=file.header_crc)
-    if isinstance(tree, dict):
-        if _PARAM not in tree:
-            raise CheckpointError(
-                f"has no {_PARAM!r} but {sorted(map(str, tree))}; another kind of file.", path=file.path
-            )
-        keys = {key: tree[key] for key in (CAT_DIM, EQUAL_PARTS, VOCABULARY) if isinstance(tree.get(key), int)}
-        piece = make_piece(file, tree[_PARAM], name)
-        counts = (extension.count_fused(tree, piece.shape, file.path) for extension in find_for_fused(tree))
-        return ParamHeader(header, piece, keys=keys, count=max(counts, default=0))
-    if isinstance(tree, TensorRef):  # a step, or a flat tensor of stage 3 without tensor parallelism
-        piece = make_piece(file, tree, name)
-        value, dtype = (None, "") if tree.data is None else (tree.item(), tree.dtype)
-        return ParamHeader(header, piece, value, dtype)
-    if isinstance(tree, (int, float)):
-        return ParamHeader(header, value=tree)
-    raise CheckpointError(f"holds a {type(tree).__name__}, neither a tensor nor a number.", path=file.path)
+    with explain_form(path):
+        if isinstance(tree, dict):
+            if _PARAM not in tree:
+                raise CheckpointError(
+                    f"has no {_PARAM!r} but {sorted(map(str, tree))}; another kind of file.", path=path
+                )
+            keys = {key: tree[key] for key in (CAT_DIM, EQUAL_PARTS, VOCABULARY) if isinstance(tree.get(key), int)}
+            piece = make_piece(file, tree[_PARAM], name)
+            counts = (extension.count_fused(tree, piece.shape, path) for extension in find_for_fused(tree))
+            return ParamHeader(header, piece, keys=keys, count=max(counts, default=0))
+        if isinstance(tree, TensorRef):  # a step, or a flat tensor of stage 3 without tensor parallelism
+            piece = make_piece(file, tree, name)
+            value, dtype = (None, "") if tree.data is None else (tree.item(), tree.dtype)
+            return ParamHeader(header, piece, value, dtype)
+        if isinstance(tree, (int, float)):
+            return ParamHeader(header, value=tree)
+        raise CheckpointError(f"holds a {type(tree).__name__}, neither a tensor nor a number.", path=path)
 
 
 def _read_optimizer(folder: str) -> OptimHeader:
@@ -239,7 +235,9 @@ def _read_optimizer(folder: str) -> OptimHeader:
             return read_optim(file, tree)
         wrapper = find_wrapper("zero12" if ZERO_STAGE_KEY in tree else "bf16")
         header = read_inner(file, tree, {"param_groups": tree["param_groups"]}, wrapper, [])
-        return replace(header, stage=read_field(file, tree, ZERO_STAGE_KEY, as_stage) or 0)
+        return replace(
+            header, stage=read_field(file, tree, ZERO_STAGE_KEY, lambda stage: 0 if stage is None else as_int(stage))
+        )
 
 
 def _read_models(where: FileTable, stage: int, comm: Comm) -> Save:

@@ -30,9 +30,7 @@ def upstream_keys(pattern: Pattern | None, shape: Shape, name: str = "") -> dict
     """Return the entries that make upstream's loader cut a parameter.
 
     Args:
-        pattern: pattern of the cut; None if unknown.
         shape: logical shape, including padding rows of a vocabulary.
-        name: name of the parameter, which upstream's class requires.
 
     Returns:
         Entries for ``make_image``. Empty if every rank holds the whole, or if upstream has no form for the pattern
