@@ -31,11 +31,8 @@ COPY = 'Copy the missing files here, name a place that has it ("also", --also), 
 REPORT = "Update deepspeed_ucp, or report this message with the version of the library that wrote the file."
 """Remedy for a value that no known writer saves."""
 
-_LONGEST = 200
-"""Maximum characters of another error's text."""
-
-_MOST = 16
-"""Maximum number of findings in one error."""
+_LONGEST = 200  # maximum characters of another error's text
+_MOST = 16  # maximum number of findings in one error
 
 _NUMBER = re.compile(r"\d+")
 

@@ -49,11 +49,8 @@ _KILLED = re.compile(rf"\..+({re.escape(UPLOAD)}.+|\.ucp-partial)")
 LOST = "lost+found"
 """Folder in the root of a file system that only root may list."""
 
-_SIBLINGS = 32
-"""Maximum number of folders that are searched after a mistyped path."""
-
-_LONGEST = 4096
-"""Maximum bytes of a path."""
+_SIBLINGS = 32  # maximum number of folders that are searched after a mistyped path
+_LONGEST = 4096  # maximum bytes of a path
 
 
 def read_tag(path: str) -> str:
@@ -160,11 +157,6 @@ def holds_foreign(folder: str) -> bool:
     return is_one and not find_tags(folder)  # a trainer's folder has weights and the engine's tag
 
 
-def find_foreign_folders(folder: str) -> list[str]:
-    """Return the subfolders with foreign checkpoints, sorted."""
-    return [name for name in sorted(_list_folders(folder)) if holds_foreign(os.path.join(folder, name))]
-
-
 def find_folder(load_dir: str, tag: str) -> str:
     """Return a tag's folder: a subfolder, or ``load_dir`` if that is the tag's folder."""
     below = os.path.join(load_dir, tag)
@@ -259,7 +251,9 @@ def check_tag(load_dir: str, tag: str) -> str:
         if not leads_to_folder(load_dir):
             fact = "is a file" if exists(load_dir) else "does not exist"
             raise CheckpointError(f"no checkpoint with tag {tag!r}: {load_dir} {fact}. Check the path.", path=folder)
-        tags, advice = find_tags(load_dir) or find_foreign_folders(load_dir), COPY
+        tags, advice = find_tags(load_dir), COPY
+        if not tags:
+            tags = [name for name in sorted(_list_folders(load_dir)) if holds_foreign(os.path.join(load_dir, name))]
         known = "the folder holds no checkpoint"
         if tags:
             near = suggest(tag, tags)
@@ -319,8 +313,7 @@ def check_latest(folder: str, *, atomic: bool) -> list[Finding]:
 
 # -- order of tags: by step, then seal, then time ----------------------------------------------------------------------
 
-_TRIED = 4
-"""Maximum number of files per place that are read for the step, in case of damaged files."""
+_TRIED = 4  # maximum number of files per place that are read for the step, in case of damaged files
 
 
 class Age(NamedTuple):

@@ -71,7 +71,6 @@ class FileTable:
 
     @classmethod
     def of(cls, folder: str, entries: Entries) -> FileTable:
-        """Return a table of one folder that every rank sees."""
         return cls((folder,), entries, (entries,))
 
     @property
@@ -83,7 +82,6 @@ class FileTable:
         return {name: entry.size for name, entry in self.entries.items()}
 
     def choose(self, keep: Callable[[str], bool]) -> FileTable:
-        """Return a table of the files whose names pass a filter."""
         entries, *visible = (
             {name: listing[name] for name in listing if keep(name)} for listing in (self.entries, *self.visible)
         )
@@ -127,7 +125,6 @@ class FileTable:
         return self._failover.read(paths, lambda path: work(folders[path]), first)
 
     def find_access(self, names: Sequence[str]) -> ReadAccess:
-        """Return the ranks that can read each of some files."""
         if not self.access.is_partial:
             return self.access
         numbers = {name: number for number, name in enumerate(self.entries)}
@@ -279,8 +276,7 @@ def _pick(entry: Entry) -> tuple[int, float]:
     return entry.size, 0.0 if entry.is_folder else entry.changed
 
 
-_SMALL = 1 << 26
-"""Maximum bytes of a file without a zip directory that is read to compare it."""
+_SMALL = 1 << 26  # maximum bytes of a file without a zip directory that is read to compare it
 
 
 def _is_one_save(table: FileTable, views: Sequence[bytes], comm: Comm) -> bool:

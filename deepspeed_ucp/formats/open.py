@@ -41,11 +41,9 @@ class FolderReport:
 
     Attributes:
         files: all files, also in further places.
-        atomic: whether it is an atomic checkpoint.
         index: the atomic view; None if faults prevent it.
         findings: faults, equal on all ranks; warnings and notes, on rank 0.
         manifest: of an atomic checkpoint, if it has one.
-        extensions: special cases of a save.
     """
 
     files: FileTable

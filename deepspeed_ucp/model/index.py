@@ -138,8 +138,6 @@ class AtomicIndex:
 
     Attributes:
         files, records: numbered; fragments refer to them by number.
-        atoms: by parameter, state and instance.
-        topology: of the run that saved it.
         state_file: the file with scheduler, counters and client state.
         repeated: further copies of elements in the files, as (``tp_shard``, fragment); a load verifies that they agree.
         access: which ranks can read which files.

@@ -61,7 +61,6 @@ class Records:
 
     @classmethod
     def of(cls, rows: Iterable[tuple[int, int, int, int | None]]) -> Records:
-        """Make the columns from rows (file, offset, nbytes, crc)."""
         columns = cls()
         for file, offset, nbytes, crc in rows:
             columns.append(file, Record(offset, nbytes, crc))

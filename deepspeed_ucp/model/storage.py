@@ -164,7 +164,6 @@ class Fragments:
     """One state of one parameter, as fragments in the order of their first elements.
 
     Attributes:
-        dtype: as stored.
         fragments: all of them blocks, or all of them consecutive elements.
         shape: of the tensor whose blocks the fragments are; empty without blocks.
     """
@@ -317,7 +316,6 @@ class Atom:
 
     @classmethod
     def of(cls, name: str, state: str, shards: Iterable[tuple[Shape, Fragments]], instance: int = 0) -> Atom:
-        """Make an atom of shards, each a local shape and its fragments."""
         made = tuple(ParamStorage(number, shape, 0, {state: part}) for number, (shape, part) in enumerate(shards))
         return cls(name, state, made[0].states[state].dtype, made, instance)
 
@@ -381,7 +379,6 @@ class Atoms(Mapping[AtomKey, Atom]):
         return list(_list_states(chain.from_iterable(self.storages.values())))
 
     def list_names(self, states: Collection[str]) -> set[str]:
-        """Return the names of the parameters that have one of these states."""
         wanted = frozenset(states)
         return {
             param.name

@@ -20,7 +20,6 @@ class Topology:
     Attributes:
         dp: ranks over which ZeRO partitions, including sequence parallelism; 1 at stage 0.
         tp, pp, sp, ep: tensor, pipeline, sequence and expert parallel degrees.
-        zero_stage: 0 to 3.
         wrapper: name of a row of :data:`~deepspeed_ucp.model.wrappers.WRAPPERS`.
         precision: dtype of the model's parameters: ``float32``, ``bfloat16`` or ``float16``.
         undeclared: the precision is not fp32, but the ds_config, which determines file names, does not enable another.

@@ -50,7 +50,6 @@ class Wrapper:
 
     Attributes:
         name: name in a :class:`~deepspeed_ucp.model.topology.Topology`.
-        form: layout of masters and states.
         stages: ZeRO stages of engines with this wrapper.
         precisions: precisions of such engines; empty if the wrapper cannot be selected.
         live_class: DeepSpeed's class; empty if the engine has the optimizer itself, or none.

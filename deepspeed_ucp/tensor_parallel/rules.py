@@ -74,8 +74,7 @@ Size = int | str
 
 Matcher = Callable[[str], "re.Match[str] | None"]
 
-_SUFFIXES = (".yaml", ".yml", ".json")
-"""Suffixes of rule files."""
+_SUFFIXES = (".yaml", ".yml", ".json")  # suffixes of rule files
 
 
 @dataclass(frozen=True)
@@ -301,7 +300,6 @@ class RuleSet:
                 raise MismatchError(f"{self.name} contradicts the checkpoint ({entry['when']}): {entry['reason']}")
 
     def find_unused(self, names: Iterable[str]) -> list[str]:
-        """Describe the rules that match none of the names."""
         names = list(names)
         idle = [rule.text for rule in self.rules if not any(rule.match(name) for name in names)]
         if self.reported:
@@ -447,8 +445,7 @@ def _parse_yaml(text: str, where: str) -> Any:
 @lru_cache
 def load_family(name: str) -> RuleSet:
     """Load a family of the package; ConfigError for an unknown name."""
-    if name not in list_families():
-        known = list_families()
+    if name not in (known := list_families()):
         listed = f"Families: {', '.join(known)}; a rule file ends in {' or '.join(_SUFFIXES)}."
         raise ConfigError(f"patterns: there is no family {name!r}. {advise(name, known, listed)}")
     family, *bases = _parse_set(_read_packaged(name), f"family {name}")

@@ -23,8 +23,7 @@ from .rules import RuleSet, find_resize, list_families, suggest_rule
 SAME = "the same shards"
 SHAPES = "the shapes"
 EQUAL = "the same bytes on every tensor-parallel rank"
-_Sides = tuple[tuple[Pattern, str], tuple[Pattern, str]]
-"""(pattern, origin) of the source and of the target."""
+_Sides = tuple[tuple[Pattern, str], tuple[Pattern, str]]  # (pattern, origin) of the source and of the target
 
 
 @dataclass(slots=True)
@@ -34,8 +33,6 @@ class Settled:
     Attributes:
         layouts: name → (source layout, target layout or None).
         patterns: name → pattern of the source.
-        origin: name → origin of the pattern.
-        open: name → parameter without a pattern.
         wrong: name → error: different shapes, shapes that contradict a rule, rules that disagree.
         resizes: name → change of a parameter with another shape in the target, by a user's rule.
         reshaped: name → different logical shapes of both sides without such a rule.
@@ -92,7 +89,6 @@ class Unsettled:
     sides: tuple[str, str]
 
     def suggest(self) -> dict[str, Any]:
-        """Suggest a rule to complete and paste."""
         rule = suggest_rule(self.name, self.source, self.target)
         return {**rule, "vocab": True} if TABLE.search(self.name) else rule
 
@@ -298,7 +294,6 @@ def _describe_open(unsettled: Mapping[str, Unsettled]) -> str:
 
 
 def _check_rows(name: str, rule: Resize, sides: _Sides | None, source: Sequence[Shape]) -> None:
-    """Refuse to resize a fused parameter."""
     if any(pattern.is_in_parts(source) for pattern, _ in sides or ()) or (sides is None and is_fused(name)):
         raise MismatchError(
             f"the resize rule {rule.match!r}: {name} is fused, so that new rows at its end would belong to its last "

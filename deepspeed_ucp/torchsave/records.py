@@ -131,8 +131,7 @@ _END, _LOCATOR = struct.Struct("<4s4H2IH"), struct.Struct("<4sIQI")
 _END_MAGIC, _LOCATOR_MAGIC = b"PK\x05\x06", b"PK\x06\x07"
 _WIDE_END = 56
 _DESCRIPTOR, _WIDE_DESCRIPTOR = 16, 24
-_MOST_EXTRA = 4096
-"""Limit of padding bytes in front of a record; the plugin's own files align records to pages."""
+_MOST_EXTRA = 4096  # limit of padding bytes in front of a record; the plugin's own files align records to pages
 _MOST_REPEATED = 1 << 26
 
 
@@ -219,7 +218,6 @@ def _locate(path: str, stream: ReadStream, info: zipfile.ZipInfo, offset: int | 
 
 
 def _check_names(path: str, names: list[str]) -> None:
-    """Refuse a file without exactly one pickle, or with a record listed twice."""
     pickles = names.count(PICKLE)
     if not pickles and BYTEORDER in names and not any(name.startswith("data/") for name in names):
         raise CheckpointError(

@@ -101,8 +101,7 @@ def _number(short: bytes, long: bytes, index: int) -> bytes:
     return short + bytes([index]) if index < 256 else long + index.to_bytes(4, "little")
 
 
-_Made = tuple[bytes, Sequence[Any], _Edits]
-"""How a value is made: the instruction, its operands, and later edits."""
+_Made = tuple[bytes, Sequence[Any], _Edits]  # how a value is made: the instruction, its operands, and later edits
 
 
 def _list_items(value: dict[Any, Any]) -> tuple[bytes, Sequence[Any]]:

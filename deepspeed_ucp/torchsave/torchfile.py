@@ -30,8 +30,7 @@ from .zipframe import BYTEORDER, DATA, PICKLE, ROOT
 BEGINNING, ENDING = 2048, 1024
 """Bytes at a file's start that hold its pickle, and at its end that hold its directory, as torch writes them."""
 
-_MOST_FORMS = 8
-"""Limit of forms per file size, so that a hostile file cannot make the comparison slow."""
+_MOST_FORMS = 8  # limit of forms per file size, so that a hostile file cannot make the comparison slow
 
 _ENTRY, _ENTRY_MAGIC = struct.Struct("<4s12xI8x3H12x"), b"PK\x01\x02"
 _CRC, _CRC_BYTES = 16, 4

@@ -132,7 +132,6 @@ class Pickled(pickle._Unpickler):
         proto: declared protocol, or 0.
         end: byte position behind the pickle.
         tensors: its tensors in the order in which they are made.
-        storages: referenced storages by key.
     """
 
     def __init__(self, stream: io.BytesIO, path: str) -> None:
@@ -189,7 +188,6 @@ class Pickled(pickle._Unpickler):
         self.root, self.end = self.stack.pop(), self.stream.tell()
 
     def refuse(self, code: bytes) -> None:
-        """Raise the error for an instruction that is not in :data:`_INSTRUCTIONS`."""
         if not code:
             raise EOFError
         if code not in _NAMES:

@@ -34,9 +34,7 @@ ALIGNMENT: Final = 64
 STREAMED: Final = 0x0008
 """Flag of a record whose bytes are followed by a descriptor."""
 
-_PIECE = 1 << 18
-"""Bytes that are checksummed and written at once, while they are in the CPU's cache."""
-
+_PIECE = 1 << 18  # bytes that are checksummed and written at once, while they are in the CPU's cache
 _FLAGS = 0x0800 | STREAMED  # names in UTF-8
 _IN_ZIP64 = 0xFFFFFFFF  # marks a 32-bit field whose value is in the zip64 part
 _ZIP64_LIMIT = _IN_ZIP64

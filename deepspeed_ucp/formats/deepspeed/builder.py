@@ -144,7 +144,6 @@ def fill_param_shapes(save: Save) -> None:
 
 
 def _read_group(save: Save, mp: int, group: int) -> tuple[tuple[str, Shape], ...]:
-    """Return the parameters of a param group in flat order."""
     shards = save.shards[mp]
     for extension in save.extensions:
         shards = extension.list_group_files(save, mp, group) or shards
@@ -346,7 +345,6 @@ class Builder:
     def refuse_mismatch(
         self, header: FileHeader, param: ParamKey, state: str, actual: tuple[str, Shape], known: tuple[str, Shape]
     ) -> None:
-        """Raise CheckpointError: files disagree about the (dtype, shape) of an atom."""
         raise CheckpointError(
             f"{param} ({state}) is {actual[0]} of shape {actual[1]}; other files hold it "
             f"as {known[0]} of shape {known[1]}. The folder mixes files of several saves.",

@@ -48,8 +48,7 @@ SEAL = "ucp_seal.json"
 PUBLISHED = "ucp_published.json"
 """File of a tag that names the folder below it with the tag's files (:func:`resolve_published`)."""
 
-_POINTER_BYTES = 1 << 12
-"""Size limit of ``ucp_published.json``."""
+_POINTER_BYTES = 1 << 12  # size limit of ``ucp_published.json``
 
 
 def list_entries(folder: str) -> dict[str, Entry]:

@@ -40,8 +40,7 @@ _OVERWRITTEN = (
     "of a longer file. Next time save into a new tag, or delete the old one first."
 )
 
-_SLACK = 120.0
-"""Minimum tolerance in seconds between the files of one save."""
+_SLACK = 120.0  # minimum tolerance in seconds between the files of one save
 
 _SLOWEST, _SLOWEST_SHARED = 10 << 20, 256 << 20
 """Bytes per second of the slowest storage: for one file, and for the files of many ranks together."""

@@ -510,7 +510,6 @@ class FileBatch:
         return self.paddings[group] if recorded else [0] * len(self.files)
 
     def split(self) -> Iterator[FileBatch]:
-        """Yield a selection of each file."""
         return (replace(self, files=[file], parts=[part]) for file, part in zip(self.files, self.parts, strict=True))
 
 

@@ -163,7 +163,6 @@ def find_saved_precision(
 
 
 def _read_optimizer(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the run's fields that describe the optimizer in a ds_config."""
     section = config.get("optimizer")
     name, params = (section.get("type"), section.get("params")) if isinstance(section, dict) else (None, None)
     options = {key: params.get(key) for key in ("lr", "adam_w_mode")} if isinstance(params, dict) else {}

@@ -16,8 +16,7 @@ from .builder import Builder, list_ranks
 from .headers import FileHeader, Piece
 from .save import Save
 
-_DEEPEST = 64
-"""Depth of modules that is searched for repeated ones; names may come from a hostile file."""
+_DEEPEST = 64  # depth of modules that is searched for repeated ones; names may come from a hostile file
 
 
 def add_tensors(builder: Builder, tied: Collection[str] = ()) -> None:

@@ -22,14 +22,12 @@ from .files import CLIENT, ZERO, scan_folder
 from .hints import read_hints
 from .reading import as_list, list_globals, normalize_zero
 
-_STATE_ENDINGS = ("model_states.pt", "optim_states.pt")
-"""Suffixes of all files that DeepSpeed may unpickle."""
+_STATE_ENDINGS = ("model_states.pt", "optim_states.pt")  # suffixes of all files that DeepSpeed may unpickle
 
 ORDER = "order of parameters"
 """Fact: the names in the module's state dict, as stage 0 saves states by position. Names of one side are ignored."""
 
-_SHOWN = 120
-"""Maximum characters of a value in a message."""
+_SHOWN = 120  # maximum characters of a value in a message
 
 
 def find_state_file(index: AtomicIndex, mp_rank: int, dp_rank: int = 0) -> str | None:

@@ -18,8 +18,7 @@ from .save import Save
 
 logger = logging.getLogger("deepspeed_ucp")
 
-_MAX_TIED = 6
-"""Largest number of tied modules whose combinations are tried."""
+_MAX_TIED = 6  # largest number of tied modules whose combinations are tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +108,13 @@ class _TensorParallelRank:
         self.tied: dict[str, dict[int, FileHeader]] = {}
         for layer, header in save.layers[tp].items():
             tensors = header.layer or {}
-            fitting = names.find_tied(layer, tensors)
+            prefix, fitting = f"{layer}.", names.find_tied(layer, tensors)
             if len(fitting) != 1:
-                self.layers.update({f"{layer}.{key}": (header, piece) for key, piece in tensors.items()})
-                self.shapes.update({f"{layer}.{key}": piece.shape for key, piece in tensors.items()})
+                self.layers.update({f"{prefix}{key}": (header, piece) for key, piece in tensors.items()})
             else:
+                prefix = f"{TIED}{fitting[0]}."
                 self.tied.setdefault(fitting[0], {})[layer] = header
-                self.shapes.update({f"{TIED}{fitting[0]}.{key}": piece.shape for key, piece in tensors.items()})
+            self.shapes.update({f"{prefix}{key}": piece.shape for key, piece in tensors.items()})
 
 
 class _Search:

@@ -341,7 +341,6 @@ def read_inner(
 
 
 def _read_states(file: TorchFile, entries: dict[str, Any]) -> TensorStates:
-    """Sort one parameter's states into the kinds of :class:`.TensorStates`."""
     states, scalars, zero_dim, other, single = {}, {}, {}, {}, {}
     for name, value in entries.items():
         state = str(name).removesuffix("_offload_buffer")
@@ -462,7 +461,6 @@ def as_list(value: Any) -> list[Any]:
 
 
 def _as_pairs(shared: Any) -> list[tuple[str, str]]:
-    """Return pairs of atom names from a dict or pairs."""
     pairs = shared.items() if isinstance(shared, dict) else shared or ()
     return [(one, other) for one, other in map(_as_names, pairs)]
 

@@ -112,7 +112,6 @@ class Save:
 
     @property
     def headers(self) -> list[FileHeader]:
-        """All headers: model and optimizer states, layers, extensions' files, swap files."""
         by_key: list[Mapping[Any, FileHeader]] = [*self.layers, *self.further.values(), *self.swaps.values()]
         return [*chain(*self.models, *self.shards), *chain.from_iterable(files.values() for files in by_key)]
 
@@ -279,8 +278,7 @@ _SCHEDULER, _CLIENT = "its lr_scheduler", "its client state"
 _EVERYWHERE = ("kind", "stage", "scaler", "clip_grad", "elastic")
 """Fields of optimizer headers that are equal on all ranks."""
 
-_LIMIT = 20_000
-"""Maximum number of values that are hashed; larger trees get no mark."""
+_LIMIT = 20_000  # maximum number of values that are hashed; larger trees get no mark
 
 Comparison = tuple[Iterable[FileHeader], str, Callable[[FileHeader], Any], str]
 """A value that is equal in all files of a save: the files, its name, its reader, and the severity of a difference."""
@@ -299,7 +297,8 @@ def read_marks(tree: Mapping[Any, Any], writer: str) -> dict[str, str]:
         _WRITER: writer,
         _CONFIG: _digest(tree.get("ds_config"), _write),
         _SCHEDULER: _digest(tree.get("lr_scheduler"), _write),
-        _CLIENT: _digest(client, _keep_letters),
+        # without digits and other values than text, which may differ by rank
+        _CLIENT: _digest(client, lambda value: re.sub(r"\d+", "", value) if isinstance(value, str) else ""),
     }
     return {name: mark for name, mark in marks.items() if mark}
 
@@ -307,11 +306,6 @@ def read_marks(tree: Mapping[Any, Any], writer: str) -> dict[str, str]:
 def _write(value: Any) -> str:
     """Convert plain data to text; integers of any size to hexadecimal digits."""
     return hex(value) if type(value) is int else str(value)
-
-
-def _keep_letters(value: Any) -> str:
-    """Return text without digits; empty for other values, which may differ by rank."""
-    return re.sub(r"\d+", "", value) if isinstance(value, str) else ""
 
 
 def _digest(value: Any, write: Callable[[Any], str]) -> str:

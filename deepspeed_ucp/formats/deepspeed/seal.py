@@ -75,8 +75,7 @@ _CONVERT = "Restore the file, or convert again."
 _RESTORE = "Restore the file; if the whole tag was saved again without a seal, remove it."
 """Remedies for a damaged manifest and a damaged seal."""
 
-_MOST_BYTES = 1 << 31
-"""Size limit of a seal, which has an entry for each state of each parameter."""
+_MOST_BYTES = 1 << 31  # size limit of a seal, which has an entry for each state of each parameter
 
 
 def read_seal(path: str) -> Seal:

@@ -20,8 +20,7 @@ from .headers import FileBatch, FileHeader, OptimHeader, Piece, Slices, TensorSt
 from .module import add_tensors
 from .save import Save, describe_offload
 
-_Files = tuple[list[FileHeader], list[FileBatch]]
-"""Files of some ranks, by rank and by template."""
+_Files = tuple[list[FileHeader], list[FileBatch]]  # files of some ranks, by rank and by template
 
 
 def build_zero(builder: Builder) -> None:
@@ -98,7 +97,10 @@ def _add_rank(builder: Builder, rank: SavedRank, dealt: Sequence[Sequence[GroupS
         for sizes, grouped in groupby(shares, partial(_measure, save, rank.pp, index)):
             alike = list(grouped)
             ranks = tuple(share.ranks for share in alike)
-            files = holders.get(ranks) or holders.setdefault(ranks, _find_files(builder, rank, ranks))
+            if ranks not in holders:
+                shards = [save.shard(rank.pp, holder) for holder in chain(*ranks)]
+                holders[ranks] = shards, select_files(builder.batches, shards)
+            files = holders[ranks]
             layout, slices = _lay_out(save, files[0][0], index, alike[0].local, owner or 0, *sizes)
             buffers = [layout.split(share.parts) for share in alike]
             for share, buffer in zip(alike, buffers, strict=True):
@@ -111,11 +113,6 @@ def _add_rank(builder: Builder, rank: SavedRank, dealt: Sequence[Sequence[GroupS
                 _BufferAdder(builder, rank, *files, slices, index, wholes).add()
     rank.flats = tuple(flats)
     rank.groups = tuple(GroupInfo(tuple(members[group]), hyper) for group, hyper in enumerate(hypers))
-
-
-def _find_files(builder: Builder, rank: SavedRank, ranks: Iterable[range]) -> _Files:
-    shards = [builder.save.shard(rank.pp, holder) for holder in chain(*ranks)]
-    return shards, select_files(builder.batches, shards)
 
 
 def _lay_out(
@@ -251,7 +248,6 @@ class _BufferAdder:
         return batch.split() if len(sizes) > 1 else (batch,)
 
     def _check_masters(self, batch: FileBatch) -> None:
-        """Verify the sizes and the parameters of the files' partitions."""
         partition = self.buffers[0].partition
         sizes = zip(batch.pick(self.index, "numel"), batch.pick_padding(self.index), strict=True)
         totals = [size + padding for size, padding in sizes]
@@ -300,7 +296,6 @@ class _BufferAdder:
             )
 
     def _add_states(self, batch: FileBatch, swapped: Container[str]) -> None:
-        """Add the optimizer's states of files that have them in the same sizes."""
         shard = batch.headers[0]
         optim, template = shard.require_optim(), batch.template
         recorded = optim.tensors[self.index]

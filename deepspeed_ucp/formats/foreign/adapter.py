@@ -18,8 +18,7 @@ from .contents import Contents
 from .names import ADAPTER, ADAPTER_CONFIG, holds
 from .weights import read_tensors, split_ties
 
-_NAME = "default"
-"""Default name of the adapter in a live model."""
+_NAME = "default"  # default name of the adapter in a live model
 
 _DROPPED = "a PEFT adapter holds no weights of its base"
 

@@ -43,8 +43,7 @@ _LARGEST_SIZE = 1 << 62
 _LONGEST_NAME = 1 << 12
 
 _UNCHECKED = "its tensors have no checksums: damage in them is not detected"
-_MOST_RUNS = 1 << 22
-"""Maximum number of runs of elements in all tensors that are not cut into a grid."""
+_MOST_RUNS = 1 << 22  # maximum number of runs of elements in all tensors that are not cut into a grid
 
 NEITHER = "neither model nor optimizer"
 ODD_STATES = (
@@ -245,17 +244,16 @@ class _Maker:
             self._check(name, tensor, chunk)
             blocks.append(Fragment.of_block(chunk.offsets, piece.shape, shape, record, piece.offset))
         runs = sum(block.count_runs(shape) for block in blocks)
-        if runs > len(blocks) and _is_grid(shape, chunks):
-            storage = Fragments(dtype, sorted(blocks, key=attrgetter("start")), shape)
-            atom = Atom.of(name, state, [(shape, storage)])
-        else:
+        is_grid = runs > len(blocks) and _is_grid(shape, chunks)
+        if not is_grid:
             self._runs += runs
             if self._runs > _MOST_RUNS:
                 text = f"{name} is cut irregularly, into more than {_MOST_RUNS} pieces with the others."
                 raise UnsupportedError(text, path=self.where.folder)
-            cut = [run for block in blocks for run in block.list_runs(shape, ITEMSIZE[dtype])]
-            storage = Fragments(dtype, sorted(cut, key=attrgetter("start")))
-            atom = Atom.of(name, state, [(shape, storage)])
+            blocks = [run for block in blocks for run in block.list_runs(shape, ITEMSIZE[dtype])]
+        storage = Fragments(dtype, sorted(blocks, key=attrgetter("start")), shape if is_grid else ())
+        atom = Atom.of(name, state, [(shape, storage)])
+        if not is_grid:
             check_coverage(atom, lambda part: self.files[self.records.files[part.record]].path)
         self.atoms.append(atom)
 

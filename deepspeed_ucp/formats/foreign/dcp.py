@@ -49,8 +49,7 @@ from .contents import (
 )
 from .names import DCP, REFUSAL, holds
 
-_LARGEST = 1 << 30
-"""Maximum bytes of a metadata file; a million blocks take a tenth of it."""
+_LARGEST = 1 << 30  # maximum bytes of a metadata file; a million blocks take a tenth of it
 
 _UNCHECKED = "its metadata has no checksum: names and places that are damaged in it may go unnoticed"
 
@@ -64,8 +63,7 @@ _DOT, _DEEPEST = re.compile(r"\."), 64
 _APART = ("dataloader.", "lr_scheduler.", "optimizer.", "train_state.")
 """Prefixes of other keys if the model's keys have no common prefix (torchtitan)."""
 
-_STEP = "train_state.step"
-"""Key of torchtitan's step counter."""
+_STEP = "train_state.step"  # key of torchtitan's step counter
 
 _UNNAMED = (
     "its optimizer states have numbers, not names, so their parameters are unknown. Save with "
@@ -339,7 +337,6 @@ def _read_blocks(where: FileTable, comm: Comm) -> tuple[str, Metadata, dict[Key,
 
 
 def _check_heads(where: FileTable, heads: Sequence[str]) -> None:
-    """Raise CheckpointError if a folder has data without metadata."""
     folders = {
         posixpath.dirname(name) for name in where.entries if not holds(DCP, name, heads=True) and holds(DCP, name)
     }

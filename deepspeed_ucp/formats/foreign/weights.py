@@ -56,8 +56,7 @@ DTYPES = {
 }
 """Element types by the format's names, in its order: tensors of later types come first in a file."""
 
-_LONGEST = 100_000_000
-"""Maximum bytes of a header or an index, as in the safetensors library."""
+_LONGEST = 100_000_000  # maximum bytes of a header or an index, as in the safetensors library
 
 _INDEX = ".index.json"
 _NUMBERED = re.compile(r"(.+-)(\d{1,9})(-of-(\d{1,9})\.[^.]+)")
@@ -65,16 +64,14 @@ _NUMBERED = re.compile(r"(.+-)(\d{1,9})(-of-(\d{1,9})\.[^.]+)")
 _SHARD = re.compile(r"shard-\d{1,9}-model-.*")
 """Files of ``torch.distributed.checkpoint.HuggingFaceStorageWriter``: each rank's shards (``_hf_utils.py``)."""
 
-_SHARDING = "DCP_SHARDING_INFO"
-"""Entry of their metadata: name → place of the shard in the tensor, as JSON."""
+_SHARDING = "DCP_SHARDING_INFO"  # entry of their metadata: name → place of the shard in the tensor, as JSON
 
 _UNNAMED = (
     "its optimizer states have numbers, not names, as without FSDP, so their parameters are unknown. Load only the "
     "weights (load_optimizer_states=False)"
 )
 
-_INSIDE = ("state_dict", "model_state_dict", "model", "module")
-"""Keys under which scripts store a state dict."""
+_INSIDE = ("state_dict", "model_state_dict", "model", "module")  # keys under which scripts store a state dict
 
 _BESIDE = "not in the model's state dict"
 

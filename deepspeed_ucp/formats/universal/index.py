@@ -87,7 +87,6 @@ class SealedAtom(NamedTuple):
     """An atom of a conversion: the whole tensor, in the only storage of its file.
 
     Attributes:
-        name, state, instance, dtype: as in the atom.
         shape: logical shape, including padding rows of a vocabulary.
         offset, crc: place of the elements in the file, and their CRC32.
     """
@@ -123,7 +122,6 @@ class Manifest:
         verified: whether every byte of the source was compared with its checksum.
         source: topology of the source as data, without flat buffers.
         patterns: name → {"pattern": as data, "origin": text}.
-        scalars, groups, buffers: as in the index.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
