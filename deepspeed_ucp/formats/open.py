@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..comm import Comm
-from ..errors import CheckpointError, MismatchError, UcpError, UnsupportedError, shorten
+from ..errors import CheckpointError, MismatchError, UcpError, UnsupportedError, raise_first, shorten
 from ..extensions.registry import SaveExtension
 from ..io.paths import find_tag_folder, normalize
 from ..model.index import AtomicIndex, SavedJob
@@ -64,9 +64,7 @@ class FolderReport:
 
     def require(self) -> AtomicIndex:
         """Return the index of a checkpoint without faults; raise all faults as one error."""
-        error = make_error(self.findings)
-        if error is not None:
-            raise error
+        raise_first([make_error(self.findings)])
         if self.index is None:
             raise UcpError(f"{self.folder}: was not read.")
         return self.index
@@ -180,9 +178,7 @@ def seal_folder(folder: str, comm: Comm, *, local: bool = False) -> None:
     save, findings = gather_save(where, comm)
 
     def check() -> list[FileHeader]:
-        error = make_error(findings)
-        if error is not None:
-            raise error
+        raise_first([make_error(findings)])
         return save.headers if save else []
 
     headers = comm.run(check)

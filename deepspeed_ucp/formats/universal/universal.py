@@ -17,7 +17,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ...comm import Comm
-from ...errors import CheckpointError, MismatchError, shorten
+from ...errors import CheckpointError, MismatchError, raise_first, shorten
 from ...extensions.registry import find_for_fused
 from ...io.paths import Entry, choose_map, is_url
 from ...io.store import note_listed
@@ -248,9 +248,7 @@ def _read_models(where: FileTable, stage: int, comm: Comm) -> Save:
     if absent := [name for name in names if name not in where.entries]:
         raise _make_missing_error(folder, shorten(absent))
     arrange_headers(save, [first, *comm.share(names, lambda name: read_file(folder, name), choose_map(folder))])
-    error = make_error(find_foreign_files(save))
-    if error is not None:
-        raise error
+    raise_first([make_error(find_foreign_files(save))])
     return save
 
 
