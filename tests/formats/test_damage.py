@@ -12,7 +12,7 @@ import torch
 
 from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.errors import CheckpointError, UcpError, UnsupportedError
+from deepspeed_ucp.errors import CheckpointError, UcpError
 from deepspeed_ucp.formats import read_latest
 from deepspeed_ucp.formats.deepspeed.builder import Builder, SavedRank
 from deepspeed_ucp.formats.deepspeed.headers import FileHeader, Piece
@@ -41,24 +41,15 @@ def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return {name: (path / name).read_bytes() for name in NAMES}
 
 
-def look(folder: Path, name: str, data: bytes) -> object:
-    """Return the header of a file with these bytes, or the error for the user."""
-    (folder / name).write_bytes(data)
-    try:
-        return read_file(str(folder), name)
-    except (CheckpointError, UnsupportedError) as caught:
-        error = caught
-    assert str(folder / name) in str(error)
-    return error
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_truncated_and_other_files_are_refused(files: dict[str, bytes], tmp_path: Path, name: str) -> None:
     whole = files[name]
     cuts = [whole[:at] for at in {*range(0, len(whole), 61), *range(len(whole) - 60, len(whole)), *range(20)}]
     others = [b"", b"PK", b"PK\3\4" + bytes(100), bytes(1000), b"not a checkpoint", b"\x80\x02N."]
     for data in (*cuts, *others):
-        assert isinstance(look(tmp_path, name, data), CheckpointError), len(data)
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(CheckpointError, match=f"{tmp_path}/{name}"):
+            read_file(str(tmp_path), name)
 
 
 @pytest.mark.parametrize(
@@ -70,16 +61,15 @@ def test_a_file_without_optimizer_states_is_refused(tmp_path: Path, content: obj
         read_file(str(tmp_path), NAMES[1])
 
 
-def survey(folder: Path, *also: str) -> UcpError | None:
-    return survey_checkpoint(str(folder), Comm(), Naming(groups="module"), also=also).fault
-
-
 def test_headers_show_faults_that_prevent_a_load(tmp_path: Path) -> None:
     """Missing names of stage 0's states are no fault here: an engine supplies them."""
-    path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(0, 2))
-    assert survey(path) is None
-    path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1, 2), tag="other")
-    assert survey(path) is None
+
+    def survey(folder: Path, *also: str) -> UcpError | None:
+        return survey_checkpoint(str(folder), Comm(), Naming(groups="module"), also=also).fault
+
+    for tag, topology in (("stage 0", Topology(0, 2)), ("stage 1", Topology(1, 2))):
+        path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), topology, tag=tag)
+        assert survey(path) is None
     os.rename(path / NAMES[1], tmp_path / NAMES[1])
     assert "is missing" in str(survey(path))
     assert survey(path, str(tmp_path)) is None
@@ -137,15 +127,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_special_files_as_state_files_are_refused(folder: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_special_files_as_state_files_are_refused(folder: Path, kind: str) -> None:
     (folder / OPTIM).unlink()
     ODD[kind](folder / OPTIM)
     check_refused(folder, f"{OPTIM}: cannot be read|{OPTIM} is missing")
     assert [finding.file for finding in survey_checkpoint(str(folder), Comm()).findings] == [OPTIM]
-    assert main(["verify", str(folder)]) == 1
-    assert OPTIM in capsys.readouterr().out
-    assert main(["inspect", str(folder)]) == 2
-    assert OPTIM in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ODD)
@@ -157,12 +143,8 @@ def test_special_files_of_other_names_are_ignored(folder: Path, kind: str) -> No
 
 
 def test_links_and_deeper_tags_are_followed(tmp_path: Path) -> None:
-    """Content-addressed stores consist of links to files outside the folder."""
     folder = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1, 3), tag="run/step3")
     assert find_checkpoint(str(tmp_path)) == str(folder)
-    (tmp_path / "store").mkdir()
-    os.rename(folder / OPTIM, tmp_path / "store" / "0f3a")
-    (folder / OPTIM).symlink_to(tmp_path / "store" / "0f3a")
     (tmp_path / "link").symlink_to(folder)
     assert open_alone(tmp_path / "link").atoms
 
@@ -200,12 +182,12 @@ def test_opening_a_new_fifo_does_not_block(tmp_path: Path, monkeypatch: pytest.M
 # -- gaps in atoms ----------------------------------------------------------------------------------------------------
 
 
-def build(cuts: dict[str, Cut], shape: tuple[int, ...] = (8,)) -> Builder:
+def build(cuts: dict[str, Cut]) -> Builder:
     """Build atoms of one flat buffer with 8 elements each."""
     header = FileHeader("file.pt", 4096)
     builder = Builder(Save(FileTable.of("folder", {}), {}, models=[[header]], shards=[[]]))
     piece = Piece(Record(0, 4096, None), 0, (1024,), "float32")
-    builder.add_cuts(SavedRank(shapes=dict.fromkeys(cuts, shape)), "fp32", list(cuts.values()), header, piece)
+    builder.add_cuts(SavedRank(shapes=dict.fromkeys(cuts, (8,))), "fp32", list(cuts.values()), header, piece)
     return builder
 
 
@@ -219,6 +201,5 @@ def test_each_atom_with_a_gap_has_a_line_in_the_error() -> None:
     assert "[0, 2) are missing" in lines[1]
     with pytest.raises(CheckpointError) as caught:
         build({f"p{i}": Cut(f"p{i}", 0, 7, 8 * i) for i in range(19)}).finish_atoms()
-    error = make_error(from_error("", caught.value))
-    lines = str(error).splitlines()
+    lines = str(make_error(from_error("", caught.value))).splitlines()
     assert (len(lines), lines[-1]) == (17, "… and 3 more faults.")
