@@ -104,7 +104,6 @@ def assign(part: str, **fields: Any) -> Change:
 
 
 def find_states(content: Any) -> Any:
-    """Return the state dict of the wrapped optimizer."""
     state = content["optimizer_state_dict"]
     return state.get("base_optimizer_state") or state["optimizer_state_dict"]
 
@@ -119,7 +118,6 @@ def open_alone(folder: Path | str) -> AtomicIndex:
 
 
 def check_refused(folder: Path | str, text: str, kind: Any = CheckpointError) -> None:
-    """Check that a folder is refused with a message."""
     with pytest.raises(kind, match=text):
         open_alone(folder)
 
@@ -145,12 +143,10 @@ def read_atom(index: AtomicIndex, atom: Atom, rank: int = 0) -> torch.Tensor:
 
 
 def read_all(index: AtomicIndex) -> dict[AtomKey, list[torch.Tensor]]:
-    """Read all shards of all atoms."""
     return {k: [read_atom(index, atom, rank) for rank in range(len(atom.shards))] for k, atom in index.atoms.items()}
 
 
 def check_atom(index: AtomicIndex, key: AtomKey, value: torch.Tensor) -> None:
-    """Check that an atom holds ``value``."""
     found = read_atom(index, index.atoms[key])
     assert (found.shape, found.dtype) == (value.shape, value.dtype), key
     assert found.numel() == 0 or found.reshape(-1).view(torch.uint8).equal(value.reshape(-1).view(torch.uint8)), key

@@ -35,7 +35,6 @@ NAMES = (STATES, shard(0))
 
 @pytest.fixture(scope="module", params=["zip", "legacy"])
 def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """Bytes of a model and an optimizer file by name."""
     folder = tmp_path_factory.mktemp("whole")
     path = write_checkpoint(folder, MODEL, random_state(MODEL, 0), Topology(1), legacy=request.param == "legacy")
     return {name: (path / name).read_bytes() for name in NAMES}

@@ -295,7 +295,6 @@ def make_tensors(layer: int, number: str, at: int = 64, crc: int | None = 7) -> 
 
 
 def make_expert(tensors: dict[str, Piece], name: str = "expert", size: int = 1) -> FileHeader:
-    """Make the header of a file with these tensors."""
     return FileHeader(name, size, layer=tensors)
 
 
@@ -355,7 +354,6 @@ def make_shard(rank: int, numel: int, dtype: str = "float32") -> FileHeader:
 
 
 def unfold(header: FileHeader) -> FileHeader:
-    """Build all pieces of a header."""
     optim = header.optim
     return replace(header, optim=optim and replace(optim, masters=(*optim.masters,), tensors=(*optim.tensors,)))
 

@@ -71,7 +71,6 @@ def put_apart(weights: Any, states: Any) -> Any:
 
 
 def check_index(index: AtomicIndex, trained: Any) -> None:
-    """Check weights, states, steps and groups by name."""
     model, optimizer = trained
     names = {param: name for name, param in model.named_parameters()}
     saved = dict(model.state_dict())
@@ -143,7 +142,6 @@ def test_states_by_number_are_refused_with_advice_to_save_names(tmp_path: Path, 
 
 
 def test_states_of_other_shapes_than_their_weights_are_irregular(tmp_path: Path, trained: Any) -> None:
-    """The number of elements may be equal."""
     weights, states = get_state_dict(*trained)
     held = states["state"]["first.weight"]
     states["state"]["first.weight"] = {**held, "exp_avg": held["exp_avg"].T.contiguous()}
@@ -241,7 +239,6 @@ WEIGHT = "model.first.weight"
 
 
 def place(**fields: Any) -> Callable[[Any], object]:
-    """Change the position of a tensor's block."""
     return lambda metadata: vars(find_info(metadata, WEIGHT)).update(fields)
 
 
@@ -331,7 +328,6 @@ def test_step_numbers_are_read_and_other_non_tensor_states_refused(tmp_path: Pat
 
 
 def test_contradictory_trees_are_refused(tmp_path: Path) -> None:
-    """Groups without numbers, and two metadata files that describe one tensor."""
     tree = {"a": torch.ones(2), "optim.param_groups.x.params": ["a"], "optim.state.a.exp_avg": torch.ones(2)}
     (tmp_path / "groups").mkdir()
     write_dcp(tmp_path / "groups", tree, lambda tensor: [1])
@@ -353,8 +349,6 @@ def test_moments_may_have_another_dtype_than_weights(tmp_path: Path) -> None:
 
 
 class Harm:
-    """Creates a file when it is unpickled."""
-
     def __reduce__(self) -> Any:
         return (open, ("harm", "w"))
 
@@ -469,7 +463,6 @@ def test_an_index_in_a_store_equals_that_of_a_folder(saved: Path) -> None:
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_an_export_opens_with_the_values_of_its_source(tmp_path: Path, layout: str) -> None:
-    """Masters, states, steps and hyper-parameters are equal."""
     index = open_model(tmp_path, TOPOLOGIES[0])
     export_dcp(index, str(tmp_path / "out"), options=ExportOptions(), layout=layout)
     back = open_alone(tmp_path / "out")

@@ -337,7 +337,6 @@ def test_variants_and_links_in_the_hubs_cache_open_as_models(tmp_path: Path, cap
     ],
 )
 def test_quantized_weights_are_refused(tmp_path: Path, config: object, name: str, text: str) -> None:
-    """The configuration or the names of scales identify them."""
     save_file({"a.weight": torch.ones(2).to(torch.float8_e4m3fn), name: torch.ones(1)}, tmp_path / "model.safetensors")
     if config:
         (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))

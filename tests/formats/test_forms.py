@@ -148,7 +148,6 @@ def test_files_of_an_earlier_save_in_the_tag_do_not_count(tag: Path, tmp_path: P
 
 
 def test_an_unpublished_folder_is_not_read(tag: Path, tmp_path: Path) -> None:
-    """It is from an incomplete upload."""
     (tag / "ucp_published.json").unlink()
     assert find_tags(str(tmp_path)) == [] and not is_sealed([str(tmp_path)], tag.name)
     check_refused(tag, "no model states")

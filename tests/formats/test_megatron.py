@@ -71,7 +71,6 @@ def test_keys_of_megatrons_nested_module_are_joined_to_names(tmp_path: Path, top
 
 
 def strip(module: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the outermost name."""
     return dict(nested_module(module)["language_model"])
 
 
@@ -87,7 +86,6 @@ def test_names_with_another_prefix_are_recognized(tmp_path: Path, topology: Topo
 
 
 def rename(module: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename all optimized parameters."""
     kept = {name: value for name, value in module.items() if "frozen" in name or "steps" in name}
     return {"weights": {f"w{i}": module[name] for i, name in enumerate(n for n in module if n not in kept)}, **kept}
 

@@ -29,7 +29,6 @@ LIVE: dict[str, Any] = {
 
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[str, str]:
-    """Model and optimizer states that the live engine would save."""
     model, optim = tmp_path / "mp_rank_00_model_states.pt", tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
     shapes = [{"first.weight": torch.Size((7, 13))}, {EXPERT: torch.Size((5, 5))}]
     config = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}

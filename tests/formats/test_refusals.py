@@ -71,7 +71,6 @@ def open_live(folder: Path, files: Files, model: Model = MODEL) -> AtomicIndex:
 
 
 def drop(*parts: str) -> Change:
-    """Remove files by parts of their names."""
     return lambda files: {name: each for name, each in files.items() if not any(part in name for part in parts)}
 
 
@@ -82,7 +81,6 @@ def mix(end: str, model: Model, topology: Topology, seed: int = 0, **other: Any)
 
 
 def add(model: Model, topology: Topology) -> Change:
-    """Save another checkpoint into the same folder."""
     return lambda files: {**files, **make_files(model, topology)}
 
 
@@ -92,7 +90,6 @@ def set_rate(content: Any) -> None:
 
 
 def narrow(content: Any) -> None:
-    """Store a state in 16 bits."""
     states = find_states(content)["state"][0]
     states["exp_avg"] = states["exp_avg"].bfloat16()
 

@@ -61,8 +61,6 @@ def compare(index: AtomicIndex, target: FakeTarget) -> list[str]:
 
 
 class Backwards(FakeTarget):
-    """A target whose optimizer has the parameters in reverse order."""
-
     def live_groups(self) -> list[list[tuple[str, bool]]]:
         return [group[::-1] for group in super().live_groups()]
 

@@ -28,7 +28,6 @@ def index_shard(layout: Layout, shard: Product) -> np.ndarray:
 
 
 def cut_array(layout: Layout, values: np.ndarray) -> list[np.ndarray]:
-    """Cut an array into flattened shards."""
     return [values.reshape(-1)[index_shard(layout, shard)] for shard in layout.shards]
 
 
@@ -57,5 +56,4 @@ def reshard(source: Layout, shards: Sequence[np.ndarray], target: Layout) -> lis
 
 
 def settle(*args: Any, **options: Any) -> settling.Settled:
-    """Settle patterns; raises if a parameter is open or wrong."""
     return settling.settle(*args, **options).require()

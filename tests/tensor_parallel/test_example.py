@@ -36,7 +36,6 @@ def example():
 
 @pytest.fixture(scope="module")
 def build(example):
-    """Build all ranks' parameters of a preset at a degree."""
     parameters_by_degree = {}
 
     def make(preset, tp):

@@ -121,7 +121,6 @@ def test_a_familys_rules_give_a_pattern_to_every_parameter(family, first, second
 
 
 def settle_model(make, rules, hints=None):
-    """Settle a model from one tensor-parallel rank to two."""
     source, target = make(1), make(2)
     return settle(list(source), source, target, rules, hints=hints)
 

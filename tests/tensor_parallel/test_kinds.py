@@ -95,7 +95,6 @@ cuts = st.one_of(plain_cuts(), hybrid_cuts(), block_cuts())
 @given(cuts)
 @examples(1000)
 def test_the_shards_of_every_pattern_join_to_the_whole(case):
-    """The layout's shards equal numpy's."""
     pattern, array, shards = case
     layout = pattern.join([shard.shape for shard in shards])
     assert layout.shape == array.shape

@@ -27,17 +27,14 @@ OPTIM_FILE = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 
 
 def forge(*opcodes: bytes) -> bytes:
-    """Make a pickle of protocol 4 from its instructions."""
     return b"\x80\x04" + b"".join(opcodes) + b"."
 
 
 def text(value: str) -> bytes:
-    """Make the instruction for a string."""
     return b"X" + struct.pack("<I", len(value)) + value.encode()
 
 
 def rebuild_zip(old: bytes, pickled: bytes) -> bytes:
-    """Replace the pickle of a zip."""
     stream = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(old)) as given, zipfile.ZipFile(stream, "w") as made:
         for info in given.infolist():

@@ -71,7 +71,6 @@ NUMBERS = [(2**61 - 1) * factor for factor in range(2**7, 20_000)]
 
 @cache
 def collide(form: str) -> list[bytes]:
-    """Make pickles of different keys with one hash."""
     return [write_pickle(number if form == "numbers" else (number, "x"))[2:-1] for number in NUMBERS]
 
 
@@ -151,7 +150,6 @@ def test_small_pickles_of_huge_objects_are_refused_in_time_and_memory(kind: str)
 
 
 def make_zip(data: bytes) -> bytes:
-    """Make a zip around a pickle."""
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w") as archive:
         archive.writestr("archive/data.pkl", data)
@@ -160,7 +158,6 @@ def make_zip(data: bytes) -> bytes:
 
 
 def make_legacy(data: bytes) -> bytes:
-    """Make a legacy file around a pickle."""
     front = [pickle.dumps(value, 2) for value in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})]
     return b"".join([*front, data, pickle.dumps([], 2)])
 

@@ -67,8 +67,6 @@ class Stack(list):
 
 
 class Custom:
-    """An object with a custom state."""
-
     def __init__(self, value):
         self.value = value
 
@@ -211,13 +209,11 @@ CASES = {
 
 
 def rewrite_file(folder):
-    """Write new.pt from old.pt."""
     file = read_header(str(folder / "old.pt"))
     return save_parts(file, file.tree, str(folder / "new.pt"), {})
 
 
 def rewrite(folder, value, **options):
-    """Save a value, rewrite the file, and load both files."""
     torch.save(value, folder / "old.pt", **options)
     rewrite_file(folder)
     return [torch.load(folder / name, weights_only=False) for name in ("old.pt", "new.pt")]
@@ -244,8 +240,6 @@ def test_pickles_of_every_protocol_are_rewritten(case, protocol):
 
 
 class Trap:
-    """Runs code when it is unpickled."""
-
     def __init__(self, path):
         self.path = path
 

@@ -31,7 +31,6 @@ def save(path: Path, content: Any, legacy: bool = False) -> Path:
 
 
 def rewrite(path: Path, change: Callable[[str, bytes], Iterable[bytes]], kind: int = zipfile.ZIP_STORED) -> None:
-    """Replace each record of a zip by any number of records."""
     with zipfile.ZipFile(path) as old:
         entries = [(info.filename, old.read(info)) for info in old.infolist()]
     with zipfile.ZipFile(path, "w", kind) as new:

@@ -85,7 +85,6 @@ def touch(path: str) -> None:
 
 
 def evils(mark: Path) -> list[Evil]:
-    """List objects that create a file when they are unpickled."""
     return [
         Evil(os.system, f"touch {mark}"),
         Evil(touch, str(mark)),
@@ -241,7 +240,6 @@ def test_inert_objects_can_be_sent_between_ranks() -> None:
 
 
 def save_and_read(folder: Path, value: Any, *, legacy: bool = False) -> Any:
-    """Save a value and return its inert form."""
     torch.save({"value": value}, folder / "x.pt", _use_new_zipfile_serialization=not legacy)
     return read_header(str(folder / "x.pt")).tree["value"]
 
