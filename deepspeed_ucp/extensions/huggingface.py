@@ -37,7 +37,8 @@ class HuggingFace(Extension):
         """Read the tensors as the libraries do, and compare the configurations."""
         saved, module, view = adaptation.index, adaptation.module, adaptation.view
         reading = read_into(saved, module, {*view.shapes, *view.aliases}, adaptation.ruled)
-        adaptation.index = reading.carry_out(saved)
+        if reading.made or reading.dropped:
+            adaptation.index = derive(saved, reading.made, reading.dropped)
         adaptation.view = replace(view, declared_new=reading.declared_new)
         adaptation.notes += describe_config(saved, read_config(module) if saved.foreign else {})
         if reading.declared_new:
@@ -63,16 +64,7 @@ class Reading:
     dropped: set[str] = field(default_factory=set)
     declared_new: frozenset[str] = frozenset()
 
-    def carry_out(self, index: AtomicIndex) -> AtomicIndex:
-        """Return the index under the model's names.
-
-        Raises:
-            MismatchError: as for :func:`.derive`.
-        """
-        return derive(index, self.made, self.dropped) if self.made or self.dropped else index
-
     def describe(self) -> str:
-        """Describe the changed names; empty without changes."""
         texts = [f"{name} is of no use to this model" for name in sorted(self.dropped)]
         for name, made in self.made.items():
             first, *more = dict.fromkeys(piece.name for piece in made.slices)
@@ -89,8 +81,7 @@ def read_into(index: AtomicIndex, module: Any, live: Collection[str], taken: Col
         taken: saved names that match the user's rules.
 
     Raises:
-        UnsupportedError: a conversion moves elements within a tensor.
-        MismatchError: inputs of a conversion are missing.
+        UcpError: as for :func:`convert`.
     """
     saved = {param.name for param in index.atoms.storages} - {*taken}
     place = _find_model(module) if saved - {*live} else None
@@ -139,7 +130,6 @@ def _follow_ties(reading: Reading, module: Any, memory: Mapping[str, Sequence[st
     """Map tensors that PEFT copied from a tied tensor to the tied tensor's source.
 
     Args:
-        reading: mapping of the model's tensors; it is changed.
         memory: name in the model without an adapter → names in the live model.
     """
     params = {strip_compiled(name): id(param) for name, param in module.named_parameters(remove_duplicate=False)}
@@ -156,7 +146,6 @@ def find_tied(model: Any, missing: Collection[str], saved: Collection[str]) -> d
     For example, an encoder's embedding may have been saved under the name of the decoder's.
 
     Args:
-        model: a model of transformers.
         missing: names in the model that the file lacks.
         saved: names in the file that the model lacks.
 
@@ -240,7 +229,7 @@ def convert(model: Any, saved: Mapping[str, Shape], memory: Collection[str]) -> 
     """Return the mapping by which ``from_pretrained`` loads a file, or an empty one.
 
     Args:
-        saved: shapes of the tensors in the file, by name.
+        saved: shapes of the tensors in the file.
         memory: names in the model.
 
     Raises:
@@ -283,12 +272,7 @@ def convert(model: Any, saved: Mapping[str, Shape], memory: Collection[str]) -> 
 
 
 def revert(reading: Reading, shapes: Mapping[str, Shape]) -> dict[str, DerivedParam]:
-    """Invert a mapping: name in files → its parts of the model's tensors.
-
-    Args:
-        reading: mapping of a file's tensors.
-        shapes: shapes of the file's tensors.
-    """
+    """Invert the mapping of a file's tensors: name in the file → parts of the model's."""
     parts: dict[str, dict[int, Slice]] = defaultdict(dict)
     for new, made in reading.made.items():
         sizes = [count(shapes[piece.name]) // piece.count for piece in made.slices]
@@ -315,12 +299,7 @@ def _find_useless(model: Any) -> re.Pattern[str] | None:
 def _join(
     converter: Any, new: str, inputs: Sequence[Sequence[str]], saved: Mapping[str, Shape]
 ) -> dict[str, DerivedParam]:
-    """Return the outputs of a converter.
-
-    Args:
-        new: name of its first output.
-        inputs: names of its inputs, by its patterns.
-    """
+    """Return a converter's outputs (first: ``new``) from input names, by its patterns."""
     steps = [(type(step).__name__, getattr(step, "dim", None)) for step in converter.operations]
     names, experts = [*chain.from_iterable(inputs)], len(inputs[0])
     inner, targets = len(saved[names[0]]), converter.target_patterns

@@ -21,7 +21,6 @@ class SaveExtension:
     index (:func:`find_for_save`). A save has its own instances, which may keep state between the hooks.
 
     Attributes:
-        name: of the row in the registry.
         is_uneven: data-parallel ranks hold different parameters.
     """
 
@@ -54,10 +53,7 @@ class SaveExtension:
         return {}
 
     def arrange(self, save: Any, headers: Mapping[str, Any]) -> list[Any]:
-        """Take further headers, by file name; return findings about headerless files.
-
-        Some files may be missing.
-        """
+        """Take headers, of which some may be missing; return faults of headerless files."""
         return []
 
     def verify_save(self, save: Any, comm: Any) -> list[Any]:
@@ -104,9 +100,6 @@ class Extension:
     The hooks are listed in the order of their calls: for an engine (:func:`find_for_engine`), then for a load
     (:func:`find_for_load`), which has the engine's instances too. Instances may keep state between these hooks. The
     hooks about names have new instances.
-
-    Attributes:
-        name, row: of the registry.
     """
 
     name = ""
@@ -207,11 +200,8 @@ class SpecialCase:
     """A special case, and the gates that decide whether its module is imported.
 
     Attributes:
-        name: for the report of a load.
         source: module of this package, and class.
         in_save: gate of a save whose first headers have been read.
-        in_engine: gate of a DeepSpeed engine.
-        in_rules: gate of the user's sets of rules.
         in_load: gate of a load's context, index and target.
         keys: gate of a state file: one of these top-level keys is set.
         fused_keys: the same of a parameter's file in DeepSpeed's universal format.

@@ -42,7 +42,6 @@ def apply_renames(
 
     Args:
         live: local shapes of the live model's tensors, by tensor-parallel rank.
-        aliases: further names of these tensors.
 
     Raises:
         MismatchError: the rules are not of this checkpoint, or the model holds matrices transposed.

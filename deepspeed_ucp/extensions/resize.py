@@ -46,7 +46,6 @@ class ResizedRows(Extension):
     """The user's ``resize`` rules."""
 
     def adapt(self, adaptation: Adaptation) -> None:
-        """Log rules that match no parameter."""
         names = list_names(adaptation.index)
         resizes = chain.from_iterable(rule_set.resizes for rule_set in adaptation.rules if rule_set.reported)
         idle = [resize.match for resize in resizes if not any(map(resize.fits, names))]
@@ -96,8 +95,6 @@ def average_rows(
     Raises:
         UcpError: a file cannot be read or is damaged; the same on every rank.
     """
-    if not wanted:
-        return {}
     comm.alike(lambda: refuse_scattered(index, "all ranks together reckon the mean that new rows begin from"))
     checks, threads = list[Checked](), config.threads or count_readers(index.state_file)
     blocks = [

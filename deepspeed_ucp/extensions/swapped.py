@@ -46,7 +46,6 @@ class SubGroup:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a rank's partition."""
         return self.numel * ITEMSIZE[self.dtype]
 
 
@@ -149,7 +148,6 @@ def _describe(name: SwapName, group: SubGroup) -> str:
 
 
 def _padded_nbytes(save: Save, group: SubGroup) -> int:
-    """Return the bytes of a partition's file, padding included."""
     threads = _read_option(save, "intra_op_parallelism", _read_option(save, "thread_count", 1))
     return reserve(group.nbytes, _ALIGNED * threads) * _ALIGNED * threads
 

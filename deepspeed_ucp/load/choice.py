@@ -46,8 +46,7 @@ def choose_loader(context: LoadContext, folder: str, also: Sequence[str] = ()) -
     """Compare the checkpoint's and the engine's topology by headers (collective).
 
     Args:
-        folder: the tag's folder.
-        also: its folders in further places.
+        also: the tag's folders in further places.
 
     Raises:
         UnsupportedError: the engine is not covered, and DeepSpeed's load is not known to be right.
@@ -131,9 +130,7 @@ def list_stage_groups(target: Target) -> StageGroups | None:
 
 
 def join_groups(reports: Iterable[StageGroups | None]) -> JoinedGroups:
-    """Join the param groups of all pipeline stages, in the order of the layers.
-
-    This is the order in which the user created them.
+    """Join the param groups of all pipeline stages, in the user's order: the layers'.
 
     :func:`~deepspeed_ucp.model.topology.number_groups` identifies the groups of different stages. A stage's layers may
     be apart from each other (DualPipeV).
@@ -321,9 +318,7 @@ def _check_scheduler(context: LoadContext, index: AtomicIndex) -> None:
 
 
 def find_damage(index: AtomicIndex, comm: Comm, *, others: bool) -> list[str]:
-    """Describe damage of files for DeepSpeed's load, which checks no CRC (collective).
-
-    These are the files of the first place.
+    """Describe damage in the first place; DeepSpeed's load checks no CRC (collective).
 
     Args:
         others: there are further places, from which the direct load may still succeed.

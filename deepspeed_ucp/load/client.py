@@ -55,9 +55,6 @@ may be the same long string.
 def read_objects(path: str, *, trust_pickle: bool) -> dict[str, Any]:
     """Read everything but the model's tensors from a model-states file.
 
-    Args:
-        trust_pickle: allow any class.
-
     Raises:
         CheckpointError: the client state is damaged.
         UnsupportedError: it holds classes that are not known to be harmless, or that this process cannot create.

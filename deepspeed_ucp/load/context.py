@@ -52,7 +52,6 @@ class LoadReport(Report):
     converted: Any = None
 
     def count(self, checks: Sequence[Checked]) -> None:
-        """Count first reads."""
         self.bytes_read += sum(check.nbytes for check in checks)
         self.requests += len(checks)
 
@@ -86,7 +85,6 @@ class LoadContext:
 
     @property
     def with_states(self) -> bool:
-        """Whether optimizer states are loaded."""
         return self.load_optimizer_states and not self.load_module_only
 
     @property

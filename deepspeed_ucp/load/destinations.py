@@ -77,7 +77,6 @@ class Buffer:
 
     @property
     def is_separate(self) -> bool:
-        """Whether the memory is not the tensor's."""
         return self._memory is not self.tensor
 
     @property
@@ -89,10 +88,7 @@ class Buffer:
 
     @property
     def is_fresh_host_memory(self) -> bool:
-        """Whether the memory is new memory of the host.
-
-        Allocates it if it is separate.
-        """
+        """Whether the memory is new memory of the host; allocates separate memory."""
         in_file = self.in_file and self.memory is self.tensor
         return self.fill_first and not self._origin and not in_file and self.memory.device.type == "cpu"
 
@@ -109,7 +105,6 @@ class Buffer:
         return self.fill_first
 
     def undo(self) -> None:
-        """Restore the values that were overwritten in place."""
         for values, origin in _pair(self.tensor, self._origin):
             values.copy_(origin.to(values.device))  # moved before it is converted: it has 16 bits
 
@@ -118,21 +113,16 @@ class Buffer:
         self._memory, self._bytes, self.fill_first = None, None, True
 
     def _allocate(self) -> torch.Tensor:
-        """Allocate separate memory.
-
-        Elements that the load does not fill have the tensor's values. When the memory is freed, it returns to the
-        system.
-        """
+        """Allocate separate memory, which returns to the system when it is freed."""
         numel, dtype = self.tensor.numel(), self.tensor.dtype
-        memory = (
-            torch.frombuffer(allocate(numel * dtype.itemsize), dtype=dtype) if numel else torch.empty(0, dtype=dtype)
-        )
+        memory = torch.empty(0, dtype=dtype)
+        if numel:
+            memory = torch.frombuffer(allocate(numel * dtype.itemsize), dtype=dtype)
         for low, high in find_gaps(self.spans, numel):
             memory[low:high].copy_(self.tensor.reshape(-1)[low:high])
         return memory
 
     def commit(self) -> None:
-        """If the memory is separate, copy it to the tensor and free it."""
         if self._memory is not None and self.is_separate:
             self.tensor.copy_(self._memory.view(self.tensor.shape))
             self._memory = self._bytes = None
@@ -184,11 +174,7 @@ class TensorSink:
         self.itemsize = buffer.tensor.element_size()
 
     def view(self, position: int, nbytes: int) -> memoryview | None:
-        """Return the bytes of the buffer's memory from element ``position`` on.
-
-        Returns:
-            None if bytes must be cast or copied to a device.
-        """
+        """Return the memory from element ``position`` on; None if bytes are cast or copied."""
         tensor = self.buffer.tensor
         if tensor.dtype != self.stored or not tensor.numel() or self.buffer.memory.device.type != "cpu":
             return None
@@ -214,10 +200,9 @@ class TensorSink:
 
 
 def _copy(into: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy values.
+    """Copy values; a copy from page-locked memory to CUDA may be in progress on return.
 
-    A copy from page-locked memory to CUDA may still be in progress on return. Other
-    accelerators may treat such memory differently: there the copy is complete on return.
+    Other accelerators may treat such memory differently.
     """
     into.copy_(values, non_blocking=into.device.type == "cuda")
 
@@ -277,18 +262,13 @@ class FillPlan:
             replicas = (self.buffers[number].memory for number in mean.replicas)
             self.buffers[mean.buffer].memory[mean.low : mean.high].copy_(average(replicas))
         for rows in self.wants.rows:
-            row = _pick_columns(self.averages[rows.key], rows)
-            for low, piece in _iterate_pieces(self.buffers[rows.buffer].memory, rows.low, rows.high):
+            row, memory = _pick_columns(self.averages[rows.key], rows), self.buffers[rows.buffer].memory
+            for low in range(rows.low, rows.high, _PIECE):
+                piece = memory[low : min(low + _PIECE, rows.high)]
                 indices = torch.arange(piece.numel()).add_(rows.start + low - rows.low).remainder_(row.numel())
                 piece.copy_(row[indices])
         for buffer in self.buffers:
             buffer.commit()
-
-
-def _iterate_pieces(memory: torch.Tensor, low: int, high: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (index of its first element, piece) for elements [low, high) of memory."""
-    for begin in range(low, high, _PIECE):
-        yield begin, memory[begin : min(begin + _PIECE, high)]
 
 
 def _pick_columns(row: Any, wanted: NewRows) -> torch.Tensor:
@@ -380,7 +360,6 @@ class AsyncGpuCopies(DeviceCopies):
         _empty_cache()
 
     def _allocate(self, nbytes: int) -> memoryview:
-        """Cut a piece from the current allocation."""
         with self._lock:
             if self._free.nbytes < nbytes:
                 self._free = self._allocate_pinned_chunk(max(min(_PINNED_CHUNK, self.pieces * nbytes), nbytes))
@@ -388,10 +367,7 @@ class AsyncGpuCopies(DeviceCopies):
             return piece
 
     def _allocate_pinned_chunk(self, nbytes: int) -> memoryview:
-        """Allocate page-locked memory; if that fails, plain memory.
-
-        Copies from plain memory are synchronous.
-        """
+        """Allocate page-locked memory; if that fails, plain memory (synchronous copies)."""
         if self._can_pin:
             try:
                 return _allocate_pinned(nbytes)
@@ -401,17 +377,13 @@ class AsyncGpuCopies(DeviceCopies):
         return allocate_large(nbytes)
 
     def _record(self) -> Event:
-        """Record a CUDA event after the calling thread's copies."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return event
 
 
 def choose_device_copies(sinks: Iterable[TensorSink], threads: int) -> DeviceCopies:
-    """Return asynchronous copies if all CUDA destinations are on one GPU.
-
-    Otherwise return synchronous copies.
-    """
+    """Return asynchronous copies if all CUDA destinations are on one GPU, else others."""
     devices = {memory.device for sink in sinks if (memory := sink.buffer.memory).device.type == "cuda"}
     return AsyncGpuCopies(threads, devices.pop()) if len(devices) == 1 else DeviceCopies()
 

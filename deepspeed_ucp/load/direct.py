@@ -96,10 +96,7 @@ def load_direct(context: LoadContext, index: AtomicIndex, target: Target) -> dic
 
 @contextmanager
 def _undo_on_error(engine: Any, transfer: Transfer, *, with_states: bool) -> Iterator[None]:
-    """Context manager that undoes the load after an exception.
-
-    If that fails too, the engine is blocked.
-    """
+    """Undo the load after an exception; block the engine if that fails too."""
     try:
         yield
     except BaseException:
@@ -150,10 +147,7 @@ def asks_store(index: AtomicIndex, comm: Comm) -> bool:
 def _prepare(
     context: LoadContext, index: AtomicIndex, target: Target, *, with_states: bool
 ) -> tuple[FillPlan, dict[str, Any]]:
-    """Match engine and checkpoint, and read the state file (collective).
-
-    Logs hyper-parameters that differ.
-    """
+    """Match engine and checkpoint, and read the state file (collective)."""
     comm, objections = context.comm, Objections()
     with objections:
         comm.run(lambda: _ask_extensions(context, index, target))
@@ -305,7 +299,6 @@ def _leaves_files(index: AtomicIndex, target: Target) -> bool:
 
 
 def _has_saved_degrees(index: AtomicIndex, target: Target) -> bool:
-    """Return True if the state files' writers had these TP and PP degrees."""
     return (target.place.tp, target.place.pp) == index.written_degrees
 
 

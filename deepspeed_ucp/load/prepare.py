@@ -6,6 +6,7 @@ import logging
 from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -130,10 +131,6 @@ def settle_layouts(
     """Return how source and target cut each matched tensor, by saved name.
 
     Without tensor parallelism only tensors of another shape have an entry: a padded vocabulary, or a ``resize`` rule.
-
-    Args:
-        rules: the user's.
-        log: log notes and unused rules.
     """
     whole = index.topology.tp == live.tp == 1
     reshaped = [*match.resized, *match.ruled]
@@ -195,17 +192,6 @@ def _match(
         if with_states and not match.fault:
             optimizer.check()
     objections.settle()
-    return make_fill_plan(optimizer, view, settled, with_states=with_states), settled
-
-
-def make_fill_plan(optimizer: OptimizerMatch, view: EngineView, settled: Settled, *, with_states: bool) -> FillPlan:
-    """Make the plan of this rank, with the memory that it fills.
-
-    Args:
-        view: the engine's; its flat buffers get the states to load.
-        settled: how source and target cut each tensor.
-    """
-    index, target, match = optimizer.index, optimizer.target, optimizer.match
     states = [optimizer.make_states(flat) for flat in view.flats] if with_states else []
     if with_states:
         view = replace(view, flats=[entry.flat for entry in states])
@@ -219,17 +205,13 @@ def make_fill_plan(optimizer: OptimizerMatch, view: EngineView, settled: Settled
     filled = {name for name, param in match.params.items() if param.name not in wants.resized}
     buffers = make_buffers(wants, view, states, filled, target)
     sinks = [TensorSink(buffers[number], stored) for number, stored in wants.sinks]
-    return FillPlan(index, wants, buffers, sinks, states, match, touched)
+    return FillPlan(index, wants, buffers, sinks, states, match, touched), settled
 
 
 def make_buffers(
     wants: Wants, view: EngineView, states: Sequence[States], filled: Container[str], target: Target
 ) -> list[Buffer]:
-    """Return each wanted buffer's memory: live tensors, states, new ones for replicas.
-
-    Args:
-        filled: parameters that will be filled.
-    """
+    """Return each wanted buffer's memory: live tensors, states, new ones for replicas."""
     buffers, stored = list[Buffer](), dict(wants.sinks)
     numels = {number: mean.high - mean.low for mean in wants.means for number in mean.replicas}
     for (state, number), spans in zip(wants.buffers, wants.list_spans(), strict=True):
@@ -245,7 +227,7 @@ def make_buffers(
     return buffers
 
 
-def map_partition(buffer: EngineBuffer, filled: Container[str]) -> torch.Tensor:
+def map_partition(buffer: EngineBuffer, filled: Container[str]) -> Any:
     """Return memory to fill: the live partition, or a file to replace its swap file.
 
     Args:
@@ -254,14 +236,10 @@ def map_partition(buffer: EngineBuffer, filled: Container[str]) -> torch.Tensor:
     Raises:
         DiskFullError: there is no room for the file.
     """
-    memory: torch.Tensor
     if buffer.swap is None:
-        memory = buffer.data
-    elif all(name in filled for name in buffer.names):
-        memory = buffer.swap.make(buffer.buffer.partition)
-    else:
-        memory = buffer.swap.copy(buffer.buffer.partition)
-    return memory
+        return buffer.data
+    make = buffer.swap.make if all(name in filled for name in buffer.names) else buffer.swap.copy
+    return make(buffer.buffer.partition)
 
 
 _REAL = {dtype for dtype in FLOATING if not dtype.startswith("float8")}

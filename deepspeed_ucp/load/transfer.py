@@ -160,11 +160,7 @@ class Transfer:
         self.fill_plan.undo()
 
     def fill(self) -> list[Checked]:
-        """Run pass 2 if there is one, then copy separate memory to the engine.
-
-        Returns:
-            The checksums of pass 2.
-        """
+        """Run and return pass 2, if there is one; then copy separate memory to the engine."""
         second = self._run_second_pass()
 
         def commit() -> None:
@@ -194,16 +190,16 @@ class Transfer:
     def _try_second_pass(self) -> list[Checked]:
         """Run pass 2 once, and check that it has read the bytes that pass 1 verified."""
         read = [check for plan in self.passes[1:] for check in self._run_pass(plan, is_first_pass=False)]
-        if self.passes[1:] and self.checksum:
-            self.comm.run(lambda: self._compare(read))
-        return read
 
-    def _compare(self, second: Sequence[Checked]) -> None:
-        changed = set(second) - set(self.checks)
-        if changed:
-            index = self.fill_plan.index
-            path = index.files[index.records.files[min(changed).record]].path
-            raise CheckpointError("was written to while it was being loaded.", path=path)
+        def compare() -> None:
+            if changed := set(read) - set(self.checks):
+                index = self.fill_plan.index
+                path = index.files[index.records.files[min(changed).record]].path
+                raise CheckpointError("was written to while it was being loaded.", path=path)
+
+        if self.passes[1:] and self.checksum:
+            self.comm.run(compare)
+        return read
 
     def _run_pass(self, plan: LoadPlan, *, is_first_pass: bool) -> list[Checked]:
         """Execute the plan of a pass.
@@ -241,17 +237,11 @@ class Transfer:
             self.device_copies.finish()
             return rest
 
-        def is_read_again(read: Read) -> bool:
-            return (read.record, read.offset) in self.reread
-
         self.comm.run(begin)
-        options = {
-            "checksum": self.checksum,
-            "pool": self.device_copies.pool,
-            "again": is_read_again,
-            "joined": self.joined,
-        }
-        with AtomReader(self.fill_plan.index, **options) as reader:
+        again, pool = (lambda read: (read.record, read.offset) in self.reread), self.device_copies.pool
+        with AtomReader(
+            self.fill_plan.index, checksum=self.checksum, again=again, pool=pool, joined=self.joined
+        ) as reader:
             for turn, (number, exchange) in enumerate(exchanges):
                 packed, sends, claims, memory = self.comm.run(partial(prepare, turn))
                 received = list(_split_received(claims, self._swap(packed, sends, claims, memory)))
@@ -282,10 +272,7 @@ class Transfer:
         sinks: Sinks,
         stage: Sink | None = None,
     ) -> list[Checked]:
-        """Execute reads and copies in one pool of threads.
-
-        Reads start first, because they wait for storage.
-        """
+        """Execute reads, which wait for storage, then copies in one pool of threads."""
         with_stage = [*sinks, stage]  # STAGING is the last
         checks: list[Checked] = []
 
@@ -320,10 +307,7 @@ class Transfer:
                 data = data[item.nbytes :]
 
     def _find_staging(self, rank: int, number: int) -> memoryview:
-        """Return the half of a rank's staging memory that a round uses.
-
-        It is empty if this rank does not see it.
-        """
+        """Return the half of a rank's staging memory for a round; empty if not visible."""
         memory = self.staging[rank] or memoryview(b"")
         half = memory.nbytes // 2
         return memory[half * (number % 2) :][:half]
@@ -331,11 +315,7 @@ class Transfer:
     def _swap(
         self, packed: Bytes, sends: Sequence[Sequence[Read]], claims: Sequence[Sequence[Read]], memory: Bytes
     ) -> memoryview:
-        """Send packed bytes to ranks that do not see the staging memory (collective).
-
-        Returns:
-            The received bytes.
-        """
+        """Exchange bytes with ranks that do not see the staging memory (collective)."""
         if self.is_one_machine:
             return memoryview(b"")
         return memoryview(self.comm.swap(packed, _count_bytes(sends), _count_bytes(claims), memory))

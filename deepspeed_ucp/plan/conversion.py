@@ -34,7 +34,6 @@ class Output:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the atom."""
         return self.numel * self.itemsize
 
 
@@ -92,7 +91,7 @@ def cut_batches(outputs: Sequence[Output], most: int = RANGE) -> list[Batch]:
     size = 0
     for number in sorted(range(len(outputs)), key=lambda number: (outputs[number].place, number)):
         output = outputs[number]
-        if is_split(output, most):
+        if output.nbytes > step:
             width = step // output.itemsize
             for low in range(0, output.numel, width):
                 numel = min(width, output.numel - low)
@@ -104,8 +103,3 @@ def cut_batches(outputs: Sequence[Output], most: int = RANGE) -> list[Batch]:
             bundle.append(Range(number, 0, output.numel))
             size += output.nbytes
     return [*batches, Batch(tuple(bundle), size)] if bundle else batches
-
-
-def is_split(output: Output, most: int = RANGE) -> bool:
-    """Return True if an output is written in several ranges."""
-    return output.nbytes > max(most // ALIGNMENT, 1) * ALIGNMENT

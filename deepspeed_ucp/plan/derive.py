@@ -41,7 +41,6 @@ class DerivedParam:
     """A parameter that concatenates slices, the same on every tensor-parallel rank.
 
     Attributes:
-        slices: of saved parameters.
         dims: number of dimensions; the last ones are those of the first slice's parameter.
         lead: sizes before the dimension along which the slices' rows are concatenated.
     """
@@ -105,11 +104,7 @@ def recast(index: AtomicIndex, live: Shapes) -> AtomicIndex:
 
 
 def rename_all(index: AtomicIndex, renamed: Mapping[str, str]) -> AtomicIndex:
-    """Return the index under other names, without its ties.
-
-    Args:
-        renamed: new name → saved name.
-    """
+    """Return the index under other names (new → saved name), without its ties."""
     if not renamed:
         return index
     saved = {key.name: atom.shape for key, atom in index.atoms.items()}

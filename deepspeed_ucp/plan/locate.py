@@ -22,7 +22,6 @@ class View:
     """The relation of a target shard to the source's shards.
 
     Attributes:
-        source, target: layouts of both sides.
         rank: the target shard.
         shards: source shards from which it is made.
     """
@@ -53,7 +52,6 @@ class Want:
 
     @property
     def end(self) -> int:
-        """End of the range."""
         return self.start + self.numel
 
     @property
@@ -89,9 +87,8 @@ def find_shards(source: Layout, target: Layout, rank: int) -> tuple[int, ...]:
 def list_runs(want: Want) -> Iterator[tuple[int, Run]]:
     """Yield (record, run) for all runs of a want.
 
-    The order is by source shard, then by element or block.
-
-    The runs' sources count elements from the record's start, and their targets elements of the destination.
+    The order is by source shard, then by element or block. The runs' sources count elements from the record's start,
+    and their targets elements of the destination.
     """
     storage = want.atom.shards[want.shard].states[want.atom.state]
     parts = _meet_shards(want)

@@ -80,11 +80,7 @@ class Match:
         return {live: param.name for live, param in self.params.items()}
 
     def require(self) -> Match:
-        """Return this match.
-
-        Raises:
-            MismatchError: it has a fault.
-        """
+        """Return this match; MismatchError if it has a fault."""
         if self.fault:
             raise MismatchError(self.fault)
         return self
@@ -96,8 +92,6 @@ class Adaptation:
 
     Attributes:
         index: the checkpoint, with the engine's names and forms.
-        view: the engine.
-        rules: the user's.
         module: the live module; None in a pipeline, whose ranks have different modules.
         log: whether this rank logs.
         saved: the checkpoint as it was saved.
@@ -122,7 +116,6 @@ def match_parameters(
 
     Args:
         strict: refuse missing and extra names (as ``load_module_strict``).
-        with_states: optimizer states are loaded as well.
         rules: the user's, for their ``resize`` rules.
 
     Returns:
@@ -364,7 +357,6 @@ def pick_instance(index: AtomicIndex, name: str, ordinal: int, total: int) -> Pa
     The first stage always takes the first; if there are fewer instances, further stages take the last.
 
     Args:
-        name: of the parameter in the checkpoint.
         ordinal, total: the live stage's place among the stages that hold the parameter, and their number.
     """
     copies = index.instances.get(name, 1)
@@ -445,11 +437,7 @@ def match_groups(
 
 
 def _join_steps(index: AtomicIndex, groups: Iterable[int]) -> dict[str, Any]:
-    """Return the step that some optimizers count in groups (DeepSpeed's FusedAdam).
-
-    Raises:
-        MismatchError: the groups have different steps.
-    """
+    """Return the groups' step (DeepSpeed's FusedAdam has it); MismatchError if it differs."""
     saved = [index.groups[number].hyper for number in groups if number >= 0]
     steps = [hyper["step"] for hyper in saved if "step" in hyper]
     if any(step != steps[0] for step in steps):

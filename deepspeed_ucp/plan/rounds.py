@@ -141,10 +141,7 @@ class Round:
         return cls([[] for _ in range(size)], [[] for _ in range(size)])
 
     def count_exchanges(self, round_bytes: int, same_node: SameNode) -> int:
-        """Count the exchanges that this rank needs.
-
-        In each it sends and receives at most about ``round_bytes``.
-        """
+        """Count this rank's exchanges: each sends and receives about ``round_bytes``."""
         received = sum(claim.nbytes for peer in np.flatnonzero(~same_node).tolist() for claim in self.claims[peer])
         return min(max(-(-max(self.sent_remote, received) // round_bytes), 1), len(self.served))
 
@@ -174,21 +171,6 @@ class Round:
             for peer in np.flatnonzero(same_node).tolist()
             for offset, claim in zip(self.offsets[peer] if self.offsets else (), self.claims[peer], strict=True)
         ]
-
-    def filter_for_sinks(self, sinks: Sequence[bool], served: list[list[Read]], *, keep_reads: bool) -> Round:
-        """Return a round with the claims of these sinks.
-
-        See :meth:`LoadPlan.filter_for_sinks`.
-
-        Args:
-            served: the reads of staging memory that the others' passes need.
-            keep_reads: keep all reads, not only those with served bytes.
-        """
-        kept = [[_feeds(claim, sinks) for claim in claims] for claims in self.claims]
-        claims = [list(compress(*pair)) for pair in zip(self.claims, kept, strict=True)]
-        offsets = [list(compress(*pair)) for pair in zip(self.offsets, kept, strict=False)]
-        reads = self.reads if keep_reads else _pick_reads(self.reads, chain.from_iterable(served))
-        return replace(self, served=served, claims=claims, offsets=offsets, reads=reads)
 
 
 def _keep(rows: Sequence[list[Read]], kept: Iterable[bool]) -> list[list[Read]]:
@@ -226,11 +208,9 @@ def make_owner_plan(
         tables: per rank its claims on the blocks, ordered by record and offset; they are sent in this order.
         owned: (record, block of it) of these blocks, ascending.
         round_bytes: maximum bytes that a round stages or sends, if it has several blocks.
-        same_node: of this owner.
         machine: number of the owner's machine, which shifts the order of its rounds. Otherwise all machines would stage
             the same part of the files in a round and wait for the storage that holds it; ranks of one machine read
             neighbouring blocks.
-        min_direct: as :data:`MIN_DIRECT`.
 
     Returns:
         The owner's part of its plan: the rounds in which it stages and sends, and the reads of unclaimed bytes for the
@@ -315,7 +295,6 @@ class LoadPlan:
 
     @property
     def reads(self) -> list[Read]:
-        """All reads."""
         return self.own_reads + [read for round_ in self.rounds for read in round_.reads]
 
     @property
@@ -386,7 +365,11 @@ class LoadPlan:
         rounds = []
         for round_ in self.rounds:
             served = [[each for each in row if next(is_needed[peer])] for peer, row in enumerate(round_.served)]
-            rounds.append(round_.filter_for_sinks(sinks, served, keep_reads=keep_reads))
+            kept = [[_feeds(claim, sinks) for claim in claims] for claims in round_.claims]
+            claims = [list(compress(*pair)) for pair in zip(round_.claims, kept, strict=True)]
+            offsets = [list(compress(*pair)) for pair in zip(round_.offsets, kept, strict=False)]
+            reads = round_.reads if keep_reads else _pick_reads(round_.reads, chain.from_iterable(served))
+            rounds.append(replace(round_, served=served, claims=claims, offsets=offsets, reads=reads))
         own_reads = [read for read in self.own_reads if keep_reads or _feeds(read, sinks)]
         return replace(self, own_reads=own_reads, rounds=rounds)
 
@@ -396,15 +379,10 @@ class LoadPlan:
         return len(self.rounds[0].served) if self.rounds else 0
 
     def count_exchanges(self, round_bytes: int) -> list[int]:
-        """Count the exchanges of each round for this rank."""
         return [round_.count_exchanges(round_bytes, self.same_node) for round_ in self.rounds]
 
     def align(self, counts: Sequence[Sequence[int]]) -> LoadPlan:
-        """Return the plan with as many rounds, and exchanges in each, as any rank needs.
-
-        Args:
-            counts: every rank's :meth:`count_exchanges`.
-        """
+        """Return the plan with as many rounds, and exchanges in each, as any rank needs."""
         exchanges = list(zip_longest(*counts, fillvalue=1))
         idle = [Round.empty(len(counts)) for _ in exchanges[len(self.rounds) :]]
         pairs = zip([*self.rounds, *idle], exchanges, strict=True)

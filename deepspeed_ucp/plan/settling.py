@@ -29,7 +29,6 @@ def settle_index(
     bytes on all ranks is a replica unless a rule contradicts.
 
     Args:
-        rules: the user's.
         target: saved name → local shape per tensor-parallel rank; None without a target (conversions).
         live: rule sets of a live engine, by saved names.
         names: the parameters to settle; default: everything, or those of the target.
@@ -102,14 +101,7 @@ def is_replica(index: AtomicIndex, atom: Atom) -> bool:
 
 
 def refuse_unreadable(index: AtomicIndex, states: Callable[[str], bool] = lambda _: True) -> None:
-    """Raise if the bytes of a wanted tensor cannot be cut.
-
-    Args:
-        states: whether a state is wanted.
-
-    Raises:
-        UnsupportedError: with its name.
-    """
+    """Raise UnsupportedError if the bytes of a tensor in these states cannot be cut."""
     faults = sorted(index.unreadable.items())
     if listed := [f"{key.param} ({key.state}): {fault}" for key, fault in faults if states(key.state)]:
         raise UnsupportedError(
@@ -119,11 +111,7 @@ def refuse_unreadable(index: AtomicIndex, states: Callable[[str], bool] = lambda
 
 
 def refuse_stateless(index: AtomicIndex) -> None:
-    """Raise if there are no optimizer states to continue from.
-
-    Raises:
-        CheckpointError: there are none.
-    """
+    """Raise CheckpointError if there are no optimizer states to continue from."""
     if index.stateless:
         raise CheckpointError(index.stateless)
 

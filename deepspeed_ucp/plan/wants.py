@@ -81,12 +81,10 @@ class Wants:
     averaged: dict[AtomKey, tuple[Layout, int]] = field(default_factory=dict)
 
     def add_buffer(self, slot: Slot) -> int:
-        """Add a buffer and return its number."""
         self.buffers.append(slot)
         return len(self.buffers) - 1
 
     def add_sink(self, buffer: int, stored: str) -> int:
-        """Add a sink for bytes of a dtype to a buffer, and return its number."""
         self.sinks.append((buffer, stored))
         return len(self.sinks) - 1
 
@@ -103,7 +101,6 @@ class Wants:
 
         Args:
             layouts: how source and target cut it; None if neither does.
-            resizes: as of :func:`list_wants`.
         """
         views = view_shards(layouts, tp_shard)
         if layouts is not None and layouts[0].mean:
@@ -164,10 +161,8 @@ def list_wants(
     """List the wants of a rank.
 
     Args:
-        view: its buffers.
         match: the saved parameters for its parameters; unmatched ones keep their values.
         layouts: how both sides cut each of these.
-        with_states: load optimizer states as well.
         resizes: by saved name, the effect of the user's ``resize`` rules.
     """
     wants = Wants()

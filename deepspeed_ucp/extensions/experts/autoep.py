@@ -95,11 +95,8 @@ def _read_map(affine: Mapping[str, Any]) -> Placement:
 def find_router_aliases(layers: Iterable[str], module: Mapping[str, Piece]) -> dict[str, str]:
     """Map second names of AutoEP's router, for output recorders, to the first names.
 
-    A sibling module is an alias if its tensors are those of the router, to the byte (by their checksums).
-
-    Args:
-        layers: prefixes of the experts' names.
-        module: tensors of the model states.
+    A sibling module is an alias if its tensors are those of the router, to the byte (by their checksums). ``layers``
+    are prefixes of the experts' names.
     """
     blocks = {strip_compiled(layer).removesuffix("experts.") for layer in layers}
     children_by_block: dict[str, dict[str, dict[str, Piece]]] = {block: defaultdict(dict) for block in blocks}

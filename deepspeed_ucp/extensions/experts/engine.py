@@ -26,16 +26,11 @@ PLACEMENT = "expert_placement_descriptor"
 
 @dataclass(frozen=True, slots=True)
 class LocalExperts(Share):
-    """A rank's experts of a layer.
-
-    Attributes:
-        numbers: numbers of the experts in the whole layer, in the rank's order.
-    """
+    """A rank's experts of a layer; ``numbers`` in the whole layer, in the rank's order."""
 
     numbers: Sequence[int]
 
     def name_parts(self, name: str, shape: Shape) -> dict[str, Shape]:
-        """Map a rank's parameter to the whole model's expert parameters, with shapes."""
         return name_experts(name, shape, [self.numbers])[0]
 
 
@@ -125,7 +120,6 @@ def find_experts(engine: Any, place: Place) -> dict[str, LocalExperts]:
 
 
 def _list_fused(layer: Any) -> Sequence[int]:
-    """List this rank's experts of an AutoEP layer."""
     placement = getattr(layer, PLACEMENT, None)
     if placement is None:  # up to 0.19.5; a rank's experts are consecutive
         first = layer.ep_rank * layer.num_local_experts

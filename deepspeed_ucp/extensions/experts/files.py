@@ -49,7 +49,7 @@ class ExpertFiles:
         files: headers of single experts' files by key (:data:`ROLES`).
         optims: headers of the experts' optimizer files at ZeRO stage 0 by key.
         tp_shards: shards of an expert's parameter: ``tp`` with expert tensor parallelism, else 1 (experts are then
-            distributed over all ranks of a pipeline stage).
+            distributed over all ranks of a pipeline stage, and each is saved once).
         stages: model states of the later pipeline stages, since each lists only its own experts.
     """
 
@@ -61,7 +61,6 @@ class ExpertFiles:
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """Number of experts of each layer with files."""
         return count_experts(chain.from_iterable(map(_list_names, self.files.values())))
 
     def is_over_tp(self, save: Save) -> bool:
@@ -86,12 +85,7 @@ def _list_names(header: FileHeader) -> Iterable[str]:
 
 
 def list_holders(save: Save, mp: int, degree: int, *, over_tp: bool) -> list[range]:
-    """List a pipeline stage's ranks with the same experts, by expert-parallel rank.
-
-    Args:
-        degree: expert-parallel degree.
-        over_tp: experts are distributed over the tensor-parallel ranks too.
-    """
+    """List a pipeline stage's ranks with the same experts, by expert-parallel rank."""
     tp_rank = None if over_tp else mp % save.tp
     return place_experts(save.dp, degree, save.tp, tp_rank, data_first=bool(save.main.config.get(DATA_FIRST)))
 
@@ -114,11 +108,7 @@ def infer_degrees(save: Save, first: FileHeader, find: Callable[[str, Iterable[K
 
 
 def count_tp_shards(save: Save, tp: int) -> int:
-    """Return the number of shards of an expert's parameter.
-
-    It is ``tp`` with expert tensor parallelism, else 1. Without expert tensor parallelism, experts are also distributed
-    over the tensor-parallel ranks, and each is saved once.
-    """
+    """Return :attr:`ExpertFiles.tp_shards`."""
     model = save.first[0].model
     if tp == 1 or model is None or model.facts.get("placements"):
         return 1

@@ -33,7 +33,6 @@ class IndexedExperts(Extension):
     """An index or a model with parameters that are named like experts."""
 
     def adapt(self, adaptation: Adaptation) -> None:
-        """Put a layer's experts into the live model's form."""
         live = adaptation.view.shapes
         if not live.keys() <= list_names(adaptation.index):
             adaptation.index = _convert(adaptation.index, live)
@@ -61,7 +60,6 @@ class IndexedExperts(Extension):
         return all(map(is_expert, names))
 
     def check_degrees(self, index: AtomicIndex, degrees: Any) -> list[str]:
-        """Check a planned run's degrees as DeepSpeed's expert layers do."""
         names, ep = [read for key in index.atoms if (read := read_name(key.name))], degrees.ep
         layers = {read.layer: read.number + 1 for read in sorted(names)}  # the highest number of a layer is the last
         if ep > 1 and not names:

@@ -51,14 +51,12 @@ def read_name(name: str) -> ExpertName | None:
 
 def find_expert(name: str) -> tuple[str, int] | None:
     """Return the layer and number of an expert of DeepSpeed's layers, or None."""
-    match = _EXPERT.match(name)
-    return (match[1], int(match[2])) if match else None
+    return (match[1], int(match[2])) if (match := _EXPERT.match(name)) else None
 
 
 def cut_number(name: str) -> tuple[str, str]:
     """Split an expert's name at its number; (name, "") for other parameters."""
-    match = _EXPERT.match(name)
-    return (match[1], name[match.end() :]) if match else (name, "")
+    return (match[1], name[match.end() :]) if (match := _EXPERT.match(name)) else (name, "")
 
 
 def count_experts(names: Iterable[str]) -> dict[str, int]:
@@ -121,7 +119,6 @@ def place_experts(dp: int, degree: int, tp: int = 1, tp_rank: int | None = None,
     The order is that of ``deepspeed/utils/groups.py``.
 
     Args:
-        dp, tp: data- and tensor-parallel degree; the stage has ``dp * tp`` ranks.
         degree: expert-parallel degree, a divisor of the number of ranks over which experts are distributed.
         tp_rank: tensor-parallel rank whose data-parallel ranks these are; None for all ranks of the stage.
         data_first: ``use_data_before_expert_parallelism``.
@@ -138,7 +135,6 @@ def deal_experts(names: Sequence[str], degree: int, live: int = 0, *, ordered: b
 
     Args:
         names: all ranks' names in a live engine: the first rank's, then each other rank's experts.
-        degree: expert-parallel degree.
         live: the live engine's degree, or 0 if unknown.
         ordered: the optimizer may have the module's order.
 

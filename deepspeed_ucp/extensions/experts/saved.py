@@ -179,11 +179,6 @@ class SavedExperts(ExpertFiles, SaveExtension):
         The model states number each rank's experts from 0. The number of experts on a rank follows from the experts'
         files, as a group may lack frozen ones.
 
-        Args:
-            mp: model-parallel rank.
-            number: of the group.
-            group: its parameters.
-
         Returns:
             Nothing for a group without experts.
 
@@ -255,7 +250,6 @@ class SavedExperts(ExpertFiles, SaveExtension):
         return ties
 
     def add_tensors(self, builder: Builder, optimized: set[str], tied: Collection[str]) -> None:
-        """Add the tensors of the experts' files; tensor-parallel ranks may share experts."""
         save, over_tp = builder.save, self.is_over_tp(builder.save)
         seen: dict[str, Piece] = {}
         ranks = {mp: SavedRank(mp // save.tp, mp % save.tp) for *_, mp in self.files}
@@ -296,7 +290,6 @@ class SavedExperts(ExpertFiles, SaveExtension):
             )
 
     def _count_fused(self, save: Save, atoms: Iterable[AtomKey]) -> dict[str, int]:
-        """Return AutoEP's fused parameters → number of experts in each."""
         counts = {
             strip_compiled(layer): sum(map(len, numbers))
             for layer, numbers in save.model(0).facts.get("placements", {}).items()
@@ -308,7 +301,6 @@ class SavedExperts(ExpertFiles, SaveExtension):
 
 
 def _read_counts(value: Any) -> tuple[int, ...]:
-    """Return the number of experts of each layer; empty if there are none."""
     if isinstance(value, (list, tuple)):
         return tuple(count for count in value if isinstance(count, int) and 0 < count <= _MOST_ENTRIES)
     # Older releases write one number for all layers, or 1 or 0 without experts.
@@ -340,9 +332,7 @@ def _check_writers(save: Save, stage: int, place: int, ranks: range, *, over_tp:
 def _share_experts(save: Save, counts: Mapping[str, int], totals: Mapping[str, int], degree: int) -> dict[str, int]:
     """Return layer → number of experts on one expert-parallel rank.
 
-    Args:
-        counts: layer → experts in a rank's param group.
-        totals: layer → experts with files.
+    ``counts`` are the experts in a rank's param group, ``totals`` those with files.
     """
     for layer, count_held in counts.items():
         total = totals.get(strip_compiled(layer), 0)
@@ -356,7 +346,6 @@ def _share_experts(save: Save, counts: Mapping[str, int], totals: Mapping[str, i
 
 
 def _are_same(pieces: Mapping[str, Piece], saved: Mapping[str, Sequence[Piece]]) -> bool:
-    """Return True if each tensor has the bytes of a saved one of its name."""
     return all(
         any(are_alike((piece.contents, other.contents)) for other in saved.get(name, ()))
         for name, piece in pieces.items()
@@ -390,11 +379,7 @@ def _check_placements(save: Save, mp: int, group: Sequence[tuple[str, Shape]], d
 def _add_expert(
     builder: Builder, rank: SavedRank, header: FileHeader, seen: dict[str, Piece] | None, optimized: set[str]
 ) -> None:
-    """Add the tensors of one expert's file.
-
-    Args:
-        seen: tensors that another tensor-parallel rank also has, which are compared; None if experts are cut.
-    """
+    """Add one expert's file; compare tensors in ``seen``, of other ranks (None: cut ones)."""
     tensors = header.layer or {}
     rank.unsharded.update(tensors if seen is not None else ())
     for name, piece in tensors.items():

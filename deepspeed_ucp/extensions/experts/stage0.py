@@ -88,7 +88,6 @@ def add_optimizers(
 
 
 def _count_ranks(experts: ExpertFiles, save: Save) -> int:
-    """Count the expert-parallel ranks by their files."""
     degree: int = 1 + max(rank for _, rank in experts.optims)
     ranks = save.dp * save.tp if experts.is_over_tp(save) else save.dp
     if ranks % degree:
