@@ -2,47 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ucp.model.records import CopyItem, Read
 from deepspeed_ucp.model.storage import Atom, Fragment, Fragments
-from deepspeed_ucp.plan.locate import MAX_ITEMS, View, Want, join_items, list_claims, list_reads, locate, make_items
+from deepspeed_ucp.plan.locate import MAX_ITEMS, View, Want, join_items, list_claims, list_reads, locate
 from deepspeed_ucp.tensor_parallel.kinds import Replicate, ShardH, ShardNC, ShardV
-from deepspeed_ucp.tensor_parallel.layout import Layout, Run, overlap, whole
+from deepspeed_ucp.tensor_parallel.layout import Layout, overlap, whole
 from tests.plan.planning import make_atom
 from tests.support.reads import item
 from tests.support.reshard import examples
 from tests.tensor_parallel.shards import cut_array, draw_widths
-
-
-def make_shards(shapes: Sequence[tuple[int, ...]], dtype: str = "float32") -> Atom:
-    """Place every shard whole into a separate record, at byte 8."""
-    fragments = [Fragment(0, int(np.prod(shape)), record, 8) for record, shape in enumerate(shapes)]
-    return Atom.of(
-        "w", "fp32", [(shape, Fragments(dtype, [each])) for shape, each in zip(shapes, fragments, strict=True)]
-    )
-
-
-def test_fragments_without_a_view_are_located_by_their_starts() -> None:
-    atom = make_atom("w", 10, (0, 4, 0, 0), (4, 3, 1, 16), (7, 3, 0, 16))
-    assert list(locate(Want(atom, 2, 7, destination=5, position=100))) == [
-        item(0, 8, 8, 5, 100),
-        item(1, 16, 12, 5, 102),
-        item(0, 16, 8, 5, 105),
-    ]
-
-
-@pytest.mark.parametrize("start", [0, 4, 10])
-def test_an_empty_range_has_no_location(start: int) -> None:
-    atom = make_atom("w", 10, (0, 4, 0, 0), (4, 6, 1, 0))
-    assert list(locate(Want(atom, start, 0, 0, 0))) == []
 
 
 def test_positions_count_elements_of_the_stored_dtype() -> None:
@@ -53,7 +29,7 @@ def test_positions_count_elements_of_the_stored_dtype() -> None:
 
 
 def test_columns_are_located_as_strided_runs() -> None:
-    atom = make_shards([(3, 4)])
+    atom = Atom.of("w", "fp32", [((3, 4), Fragments("float32", [Fragment(0, 12, 0, 8)]))])
     source, target = whole((3, 4)), ShardH().join([(3, 3), (3, 1)])
     want = Want(atom, 0, 3, 0, 10, View(source, target, 1, (0,)))
     assert list(locate(want)) == [CopyItem(0, 20, 4, 16, 3, 0, 10)]
@@ -61,43 +37,7 @@ def test_columns_are_located_as_strided_runs() -> None:
     assert [(each.offset, each.count) for each in locate(want, 32)] == [(20, 1), (36, 2)]
 
 
-def test_contiguous_rows_of_a_record_may_be_strided_in_the_destination() -> None:
-    (strided,) = make_items(0, Run(4, 100, 5, 4, 5, 8), 2, 3)
-    assert strided == CopyItem(0, 8, 10, 10, 4, 3, 100, 8) and strided.is_contiguous
-    (apart,) = make_items(0, Run(0, 10, 2, 2, 4, 6), 4, 3)
-    assert apart == CopyItem(0, 0, 8, 16, 2, 3, 10, 6) and not apart.is_contiguous
-
-
-def test_a_replica_is_read_from_the_requested_shard() -> None:
-    atom = make_shards([(4,), (4,)])
-    layout = Replicate().join([(4,), (4,)])
-    assert [p.record for p in locate(Want(atom, 0, 4, 0, 0, View(layout, whole((4,)), 0, (1,))))] == [1]
-
-
 # -- claims of neighbouring items --------------------------------------------------------------------------------------
-
-
-def test_adjacent_items_form_one_claim() -> None:
-    first, second = item(0, 8, 12, 0, 5), item(0, 20, 8, 1, 0)
-    assert join_items([second, first]) == [Read(0, 8, 20, 20, 1, (first, second))]
-
-
-def test_items_with_a_gap_or_in_other_records_or_blocks_stay_separate() -> None:
-    items = [item(0, 0, 8, 0, 0), item(0, 12, 4, 0, 2), item(0, 16, 4, 0, 3), item(1, 20, 4, 0, 4)]
-    assert join_items(items, 16) == [Read(*each[:5], (each,)) for each in items]
-
-
-def test_strided_runs_are_a_separate_claim() -> None:
-    """Three runs of two elements, six apart, are not joined with an adjacent item."""
-    runs, follower = CopyItem(0, 0, 8, 24, 3, 0, 5), item(0, 56, 4, 1, 0)
-    first, second = join_items([follower, runs])
-    assert first == Read(0, 0, 8, 24, 3, (runs,)) and (first.nbytes, first.end) == (24, 56)
-    assert second == Read(0, 56, 4, 4, 1, (follower,))
-
-
-def test_a_claim_of_contiguous_bytes_may_have_strided_destinations() -> None:
-    rows = CopyItem(0, 8, 10, 10, 4, 3, 100, 8)
-    assert join_items([rows]) == [Read(0, 8, 40, 40, 1, (rows,))]
 
 
 def test_claims_end_at_block_boundaries() -> None:

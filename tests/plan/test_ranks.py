@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ucp.model.access import READ_ALL, PartialAccess
-from deepspeed_ucp.model.records import STAGING, CopyItem, Read, Records
+from deepspeed_ucp.model.records import Records
 from deepspeed_ucp.plan.locate import Want
 from deepspeed_ucp.plan.rounds import Blocks
 from deepspeed_ucp.tensor_parallel.layout import Run
@@ -27,17 +27,9 @@ from tests.plan.planning import (
     plan_pieces,
     plan_wants,
 )
-from tests.support.reads import item, read_of
 from tests.support.reshard import examples
 
 # -- direct reads -----------------------------------------------------------------------------------------------------
-
-
-def test_reads_are_sorted_by_file_and_offset() -> None:
-    atoms = [make_atom(name, 1, (0, 1, record, 0)) for name, record in (("a", 0), ("b", 1), ("c", 2))]
-    records = Records.of([(1, 64, 4, 0), (0, 200, 4, 0), (0, 64, 4, 0)])
-    (plan,) = plan_wants([[Want(atom, 0, 1, 0, i) for i, atom in enumerate(atoms)]], records).plans
-    assert [records.files[read.record] for read in plan.own_reads] == [0, 0, 1]
 
 
 def test_ranks_begin_to_read_at_different_offsets() -> None:
@@ -52,45 +44,7 @@ def test_ranks_begin_to_read_at_different_offsets() -> None:
     ]
 
 
-def test_padding_of_block_n_goes_to_rank_n_modulo_size() -> None:
-    """The same holds for blocks that no rank wants, in a record with wanted bytes."""
-    atoms = [make_atom(f"a{i}", 1, (0, 1, i, 0)) for i in range(2)]
-    wants: list[list[Want]] = [[], [], [Want(atom, 0, 1, 0, 0) for atom in atoms]]
-    plans = plan_wants(wants, Records.of([(i, 0, 28, 0) for i in range(2)]), block=8).plans
-    assert [sorted(read[:3] for read in plan.own_reads) for plan in plans] == [
-        [(0, 4, 4), (0, 24, 4), (1, 16, 8)],
-        [(0, 8, 8), (1, 4, 4), (1, 24, 4)],
-        [(0, 0, 4), (0, 16, 8), (1, 0, 4), (1, 8, 8)],
-    ]
-
-
 # -- exchange ---------------------------------------------------------------------------------------------------------
-
-
-def test_bytes_for_two_ranks_are_read_by_the_owner_and_sent_to_both() -> None:
-    atom = make_atom("w", 4, (0, 4, 1, 0))
-    wants = [[], [Want(atom, 0, 3, 0, 5)], [Want(atom, 1, 3, 2, 0)]]
-    plans = plan_wants(wants, Records.of([(0, 0, 8, 0), (0, 64, 16, 0)])).plans
-    owner = plans[1].rounds[0]
-    assert [plan.own_reads for plan in plans] == [[], [], []]
-    assert owner.reads == [read_of(item(1, 0, 16, STAGING, 0))]
-    assert owner.staged == 16
-    assert owner.served == [[], [Read.of(STAGING, 0, 12)], [Read.of(STAGING, 4, 16)]]
-    assert [each.rounds[0].claims[1] for each in plans] == [
-        [],
-        [read_of(item(1, 0, 12, 0, 5))],
-        [read_of(item(1, 4, 12, 2, 0))],
-    ]
-    assert [plan.nbytes for plan in plans] == [0, 16, 0]
-
-
-def test_interleaved_runs_are_sent_as_runs() -> None:
-    """Columns of a 2 × 4 matrix for two ranks (a refined Shard-H)."""
-    pieces = [[Piece(0, 0, Run(2 * rank, 0, 2, 2, 4, 2))] for rank in range(2)]
-    plans = plan_pieces(pieces, Records.of([(0, 0, 32, 0)])).plans
-    assert plans[0].rounds[0].served == [[Read(STAGING, 0, 8, 16, 2)], [Read(STAGING, 8, 8, 16, 2)]]
-    assert plans[1].rounds[0].claims[0] == [Read(0, 8, 8, 16, 2, (CopyItem(0, 8, 8, 16, 2, 0, 0),))]
-    assert [plan.nbytes for plan in plans] == [32, 0]
 
 
 def test_owners_send_in_the_same_round_and_ranks_receive_in_steps() -> None:

@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ucp.model.records import STAGING, Read, Records
-from deepspeed_ucp.plan.locate import join_items
-from deepspeed_ucp.plan.rounds import SELF_READ, Answers, Blocks, LoadPlan, make_owner_plan, split_claims_by_owner
-from tests.support.reads import item
+from deepspeed_ucp.plan.rounds import SELF_READ, Answers, Blocks, LoadPlan, make_owner_plan
 from tests.support.reshard import examples
 
 Row = tuple[int, int, int, int, int]
@@ -66,14 +64,6 @@ def test_claims_of_a_single_rank_are_granted(tables: list[list[Row]], unclaimed:
     assert spans(found.own_reads) == unclaimed
 
 
-def test_short_runs_of_several_ranks_are_served() -> None:
-    found, _ = judge([plain(0, 19)], [plain(19, 19)])
-    assert spans(found.own_reads) == []
-    (served,) = found.rounds
-    assert spans(served.reads) == [(0, 100, 0)]
-    assert [len(row) for row in served.served] == [1, 1]
-
-
 def test_machines_begin_with_different_rounds() -> None:
     """Two ranks want five whole blocks, each of which is a round; a third rank is the only one in its block."""
     both, third = [plain(offset, 20) for offset in range(0, 100, 20)], plain(100, 20)
@@ -121,19 +111,6 @@ def test_granted_claims_do_not_count_in_a_rounds_size() -> None:
     assert [(each.staged, each.sent_remote) for each in found.rounds] == [(40, 80)]
 
 
-def test_blocks_without_claims_are_read_for_the_checksum() -> None:
-    found, _ = judge([plain(50, 25)], [], nbytes=120, block=50)
-    assert spans(found.own_reads) == [(0, 50, 0), (75, 100, 0), (100, 120, 0)]
-
-
-def test_an_owner_decides_only_about_its_blocks() -> None:
-    blocks = Blocks.of(Records.of([(0, 0, 200, 0)]), 50, 2)
-    empty, apart = np.zeros((0, 5), np.int64), np.zeros(2, np.bool_)
-    found, _ = make_owner_plan([empty, empty], blocks, blocks.owned(1, np.array([0])), 1000, apart)
-    assert spans(found.own_reads) == [(50, 100, 0), (150, 200, 0)]
-    assert make_owner_plan([empty, empty], blocks, (), 1000, apart)[0].own_reads == []
-
-
 # -- rounds -----------------------------------------------------------------------------------------------------------
 
 
@@ -165,12 +142,6 @@ def test_staged_bytes_fill_a_round_even_if_few_are_sent() -> None:
 # -- blocks and their owners ------------------------------------------------------------------------------------------
 
 
-def test_no_items_give_no_claims() -> None:
-    tables, addressed = split_claims_by_owner([], Blocks.of(Records.of([(0, 0, 100, 0)]), 16, 3))
-    assert [table.shape for table in tables] == [(0, 5)] * 3
-    assert addressed == [[], [], []]
-
-
 @examples(150)
 @given(
     nbytes=st.lists(st.integers(0, 60), min_size=1, max_size=6),
@@ -187,19 +158,3 @@ def test_every_block_has_one_owner(nbytes: list[int], block: int, size: int) -> 
     assert (blocks.owners(records, numbers * block) == ranks).all()
     shares = [int((ranks == rank).sum()) for rank in range(size)]
     assert max(shares) - min(shares) <= 1
-
-
-def test_claims_are_sent_to_block_owners_in_the_order_of_the_tables() -> None:
-    items = [
-        item(0, 0, 16, 0, 0),
-        item(0, 16, 16, 0, 4),
-        item(0, 16, 4, 1, 0),
-        item(0, 32, 4, 0, 8),
-        item(1, 4, 8, 0, 9),
-    ]
-    claims = join_items(items, 16)
-    tables, addressed = split_claims_by_owner(claims, Blocks.of(Records.of([(0, 0, 48, 0), (0, 0, 16, 0)]), 16, 2))
-    assert [[claim[:5] for claim in mine] for mine in addressed] == [
-        [tuple(row) for row in table.tolist()] for table in tables
-    ]
-    assert [[claim[:2] for claim in mine] for mine in addressed] == [[(0, 0), (0, 32)], [(0, 16), (0, 16), (1, 4)]]
