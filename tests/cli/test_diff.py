@@ -14,34 +14,18 @@ from deepspeed_ucp.cli import diff as command
 from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.examine.diff import AtomDifference, Difference, Tally
 from deepspeed_ucp.examine.values import ValueDifference
-from tests.cli.samples import cut, make_gpt, write_sample
-from tests.synth import Run, State, Topology, random_state, write_checkpoint
-
-MODEL = make_gpt()
-STATE = random_state(MODEL, 0)
+from tests.cli.samples import make_gpt, write_sample
+from tests.synth import Topology
 
 
-def write(folder: Path, topology: Topology, state: State = STATE, **run: Any) -> Path:
-    options: dict[str, Any] = {"global_samples": 96, "client_state": {"epoch": 2}, **run}
-    return write_checkpoint(folder, MODEL, state, topology, cut=cut, run=Run(**options))
-
-
-@pytest.fixture
-def left(tmp_path: Path) -> Path:
-    return write(tmp_path / "left", Topology(1, 2))
-
-
-def run(*argv: object) -> int:
-    return main(["diff", *map(str, argv)])
-
-
-def test_diff_accepts_further_places_by_side(left: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    right = write(tmp_path / "right", Topology(3, 3))
-    kept = [shutil.copytree(side, tmp_path / f"kept_{side.parent.name}") for side in (left, right)]
-    for side in (left, right):
-        next(side.glob("*optim_states.pt")).unlink()
-    assert run(left, right, "--also", kept[0], "--also-b", kept[1]) == 0
-    assert run(left, right, "--also", kept[0]) == 2
+def test_diff_accepts_further_places_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sides = {"a": Topology(1, 2), "b": Topology(3, 3)}
+    paths = [str(write_sample(tmp_path / name, sides[name], make_gpt(1), global_samples=96)) for name in sides]
+    kept = [str(shutil.copytree(path, f"{path}_kept")) for path in paths]
+    for path in paths:
+        next(Path(path).glob("*optim_states.pt")).unlink()
+    assert main(["diff", *paths, "--also", kept[0], "--also-b", kept[1]]) == 0
+    assert main(["diff", *paths, "--also", kept[0]]) == 2
     assert "optim_states.pt" in capsys.readouterr().err
 
 

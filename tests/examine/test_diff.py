@@ -181,12 +181,8 @@ def test_copies_on_several_stages_are_compared_separately(tmp_path: Path) -> Non
     fewer = expect(saved_run, Topology(1, 2, "bf16", pp=1))
     difference = diff_runs(saved_run, fewer, tmp_path / "fewer")
     assert {atom.instance for atom in difference.atoms} == {1}, "the second stage's own values are gone"
-
-
-def test_equal_copies_on_several_stages_are_no_difference(tmp_path: Path) -> None:
-    model = make_pipeline([["column", "norm"], ["row", "column"]])
-    saved_run = draw_state(model, Topology(1, 2, tp=2, pp=2)).equalize()
-    assert diff_runs(saved_run, expect(saved_run, Topology(1, 2)), tmp_path).equal
+    alike = saved_run.equalize()
+    assert diff_runs(alike, expect(alike, fewer.topology), tmp_path / "alike").equal
 
 
 # -- without tensor parallelism ---------------------------------------------------------------------------------------
@@ -203,12 +199,12 @@ def change(state: State, name: str, key: str, value: torch.Tensor) -> State:
     return replace(state, atoms={**state.atoms, name: {**state.atoms[name], key: value}})
 
 
+STATE = random_state(MODEL, 0)
+
+
 @pytest.fixture
 def left(tmp_path: Path) -> AtomicIndex:
-    return save(tmp_path / "left", Topology(1, 2), random_state(MODEL, 0))
-
-
-STATE = random_state(MODEL, 0)
+    return save(tmp_path / "left", Topology(1, 2), STATE)
 
 
 def test_the_largest_difference_is_listed_first(tmp_path: Path, left: AtomicIndex) -> None:
@@ -256,53 +252,43 @@ def test_tensors_of_only_one_side_are_a_difference(tmp_path: Path, left: AtomicI
 
 
 def test_other_dtypes_are_compared_by_value(tmp_path: Path) -> None:
-    wide = random_state(MODEL, 0, dtype=torch.float32)
-    atoms = {
-        n: {k: v.to(torch.bfloat16).float() if k != "fp32" else v for k, v in s.items()} for n, s in wide.atoms.items()
-    }
-    narrow = {n: {k: v.to(torch.bfloat16) if k != "fp32" else v for k, v in s.items()} for n, s in atoms.items()}
-    a = save(tmp_path / "a", Topology(1, 2), replace(wide, atoms=atoms))
-    b = save(tmp_path / "b", Topology(1, 3), replace(wide, atoms=narrow))
+    narrow = {n: {k: v.to(torch.bfloat16) if k != "fp32" else v for k, v in s.items()} for n, s in STATE.atoms.items()}
+    atoms = {name: {key: value.float() for key, value in states.items()} for name, states in narrow.items()}
+    a = save(tmp_path / "a", Topology(1, 2), replace(STATE, atoms=atoms))
+    b = save(tmp_path / "b", Topology(1, 3), replace(STATE, atoms=narrow))
     difference = diff_checkpoints(a, b)
     assert (difference.equal, difference.converted) == (True, 8)
     narrow["a"]["exp_avg"][3, 4] += 1
-    (atom,) = diff_checkpoints(a, save(tmp_path / "c", Topology(1, 3), replace(wide, atoms=narrow))).atoms
+    (atom,) = diff_checkpoints(a, save(tmp_path / "c", Topology(1, 3), replace(STATE, atoms=narrow))).atoms
     assert (atom.dtypes, atom.index) == (("float32", "bfloat16"), (3, 4))
 
 
-def test_a_tie_of_only_one_side_is_compared_by_its_copies(tmp_path: Path, left: AtomicIndex) -> None:
-    tied = Model((*MODEL.params[:3], replace(MODEL.params[3], alias_of="c.0")))
-    state = State({**STATE.atoms, "c.1": STATE.atoms["c.0"]}, STATE.scalars, STATE.groups)
-    a = save(tmp_path / "a", Topology(1, 2), state)
-    b = save(tmp_path / "b", Topology(1, 2), state, model=tied)
-    assert diff_checkpoints(a, b).equal
-    assert diff_checkpoints(b, a).equal
-    assert diff_checkpoints(b, a, options=DiffOptions(only="c.1")).equal
-    difference = diff_checkpoints(left, b)
-    assert {(atom.name, atom.kind) for atom in difference.atoms} == {("c.1", "values")}
+TIED = Model((*MODEL.params[:3], replace(MODEL.params[3], alias_of="c.0")))
 
 
-@pytest.mark.parametrize("equal", [True, False])
-def test_a_tied_tensor_saved_twice_equals_a_tie_if_both_are_equal(tmp_path: Path, equal: bool) -> None:
-    """FSDP saves the second tensor without optimizer states."""
-    models = (
-        Model((*MODEL.params[:3], replace(MODEL.params[3], **how))) for how in ({"frozen": True}, {"alias_of": "c.0"})
-    )
-    state = State({**STATE.atoms, "c.1": STATE.atoms["c.0" if equal else "c.1"]}, STATE.scalars, STATE.groups)
-    twice, tied = (save(tmp_path / str(n), Topology(1, 2), state, model=model) for n, model in enumerate(models))
-    assert [atom.kind for atom in diff_checkpoints(twice, tied).atoms] == ([] if equal else ["values"])
-    assert [atom.kind for atom in diff_checkpoints(tied, twice).atoms] == ([] if equal else ["values"])
-
-
-def test_two_tensors_with_other_shapes_than_a_tied_one_are_a_difference(tmp_path: Path) -> None:
-    untied = Model((*MODEL.params[:3], Param("c.1", (2, 5), frozen=True)))
-    tied = Model((*MODEL.params[:3], replace(MODEL.params[3], alias_of="c.0")))
-    state = random_state(untied, 0)
-    same = State({**state.atoms, "c.1": state.atoms["c.0"]}, state.scalars, state.groups)
-    a = save(tmp_path / "a", Topology(1, 2), same, model=tied)
-    b = save(tmp_path / "b", Topology(1, 2), state, model=untied)
-    for sides in ((a, b), (b, a)):
-        assert [(atom.name, atom.kind) for atom in diff_checkpoints(*sides).atoms] == [("c.1", "shape")]
+@pytest.mark.parametrize(
+    ("second", "equal", "kinds"),
+    [
+        (MODEL.params[3], True, []),
+        (MODEL.params[3], False, ["values"] * 3),
+        (Param("c.1", (4, 5), frozen=True), True, []),  # as FSDP saves it, without optimizer states
+        (Param("c.1", (4, 5), frozen=True), False, ["values"]),
+        (Param("c.1", (2, 5), frozen=True), False, ["shape"]),
+    ],
+)
+def test_a_tie_of_only_one_side_is_compared_by_its_copies(
+    second: Param, equal: bool, kinds: list[str], tmp_path: Path
+) -> None:
+    model = Model((*MODEL.params[:3], second))
+    state = random_state(model, 0)
+    same = replace(state, atoms={**state.atoms, "c.1": state.atoms["c.0"]})
+    twice = save(tmp_path / "twice", Topology(1, 2), same if equal else state, model=model)
+    tied = save(tmp_path / "tied", Topology(1, 2), same, model=TIED)
+    for sides in ((twice, tied), (tied, twice)):
+        found = diff_checkpoints(*sides)
+        assert [(atom.name, atom.kind) for atom in found.atoms] == [("c.1", kind) for kind in kinds]
+        assert found.equal == (not kinds)
+    assert diff_checkpoints(tied, twice, options=DiffOptions(only="c.1")).equal == (not kinds)
 
 
 def test_tensors_that_are_not_compared_are_noted(left: AtomicIndex) -> None:
@@ -390,9 +376,8 @@ def test_missing_hyper_parameters_of_elastic_checkpoints_are_no_difference(tmp_p
 def test_differences_in_counters_scaler_and_clipping_are_listed(tmp_path: Path) -> None:
     state = random_state(MODEL, 0, precision="fp16")
     a = save(tmp_path / "a", Topology(1, 2, "fp16"), state)
-    b = save(
-        tmp_path / "b", Topology(2, 3, "fp16"), state, replace(RUN, global_steps=5, skipped_steps=1, clip_grad=0.5)
-    )
+    other = replace(RUN, global_steps=5, skipped_steps=1, clip_grad=0.5)
+    b = save(tmp_path / "b", Topology(2, 3, "fp16"), state, other)
     keys = {key for section, key in list_values(diff_checkpoints(a, b))}
     assert keys >= {"global_steps", "skipped_steps", "clip_grad", "cur_iter"}
     assert not keys & {"dp_world_size", "mp_world_size"}
@@ -458,9 +443,8 @@ def test_equal_objects_in_client_states_are_equal_without_running_code(tmp_path:
 
 
 def test_scheduler_states_are_compared(tmp_path: Path, left: AtomicIndex) -> None:
-    a, b = (
-        save(tmp_path / str(last), Topology(1, 2), STATE, replace(RUN, lr_scheduler={"last": last})) for last in (3, 4)
-    )
+    runs = (replace(RUN, lr_scheduler={"last": last}) for last in (3, 4))
+    a, b = (save(tmp_path / str(number), Topology(1, 2), STATE, run) for number, run in enumerate(runs))
     assert list_values(diff_checkpoints(a, b)) == {("client", "lr_scheduler.last"): (3, 4)}
     ((key, (absent, value)),) = list_values(diff_checkpoints(left, b)).items()
     assert key == ("client", "lr_scheduler") and absent in (ABSENT, None) and value == "{'last': 4}"
@@ -485,13 +469,9 @@ def test_client_states_of_all_model_parallel_ranks_are_compared(tmp_path: Path) 
     torch.save(torch.load(path, weights_only=False) | {"epoch": 3, "random": torch.ones(2)}, path)
     difference = diff_checkpoints(sides[0], open_checkpoint(str(tmp_path / "b"), Comm()), rules=rules_of(saved_run))
     assert {key for _, key in list_values(difference)} == {"epoch (mp rank 1)", "random (mp rank 1)"}
-    difference = diff_checkpoints(
-        sides[0], open_run(expect(saved_run, Topology(1, 2)), tmp_path / "c", RUN), rules=rules_of(saved_run)
-    )
-    assert (
-        difference.equal
-        and "client states of other model-parallel ranks than the first are not compared" in difference.notes
-    )
+    difference = diff_runs(saved_run, expect(saved_run, Topology(1, 2)), tmp_path / "cut")
+    assert difference.equal
+    assert "client states of other model-parallel ranks than the first are not compared" in difference.notes
 
 
 def test_shared_parts_of_client_states_are_compared_once(tmp_path: Path, left: AtomicIndex) -> None:

@@ -10,60 +10,38 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from tests.fuzz.kinds import KINDS
+from tests.fuzz.kinds import FOREIGN, KINDS, SOURCES, write_once
 from tests.fuzz.worker import Outcome, serve
 
 HUNG = 180.0
 """Seconds after which a process is killed with its case."""
-FRESH = 500  # cases after which a process is replaced
 DATABASE = Path(".fuzz")
 _KEPT = 3  # cases of one cause that are shown and kept
+_CONTEXT = mp.get_context("fork")
 
 
-class Worker:
-    """One process for many cases, which is replaced after a case that had to be killed."""
-
-    def __init__(self) -> None:
-        self._context = mp.get_context("fork")
-        self._process: mp.process.BaseProcess | None = None
-        self._cases = 0
-
-    def run(self, kind: str, number: int) -> Outcome:
-        if self._process is None or self._cases >= FRESH:
-            self.close()
-            self._start()
-        self._cases += 1
-        self._connection.send((kind, number))
-        if not self._connection.poll(HUNG):
-            self.close()
+def run_apart(kind: str, number: int, root: Path) -> Outcome:
+    """Run a case in a child, which is killed if it hangs."""
+    receiver, sender = _CONTEXT.Pipe(duplex=False)
+    child = _CONTEXT.Process(target=serve, args=(sender, kind, number, root))
+    child.start()
+    sender.close()
+    try:
+        if not receiver.poll(HUNG):
             return Outcome(kind, number, f"did not come back within {HUNG:.0f} s", "hung")
-        try:
-            found: Outcome = self._connection.recv()
-        except (EOFError, OSError):
-            code = self.close()
-            return Outcome(kind, number, f"the process ended with exit code {code}", f"ended {code}")
+        found: Outcome = receiver.recv()
         return found
-
-    def close(self) -> int | None:
-        if self._process is None:
-            return None
-        self._connection.close()
-        self._process.join(5)
-        if self._process.exitcode is None:
-            self._process.kill()
-            self._process.join()
-        code, self._process = self._process.exitcode, None
-        return code
-
-    def _start(self) -> None:
-        self._connection, peer = self._context.Pipe()
-        self._process = self._context.Process(target=serve, args=(peer,), daemon=True)
-        self._process.start()
-        peer.close()
-        self._cases = 0
+    except (EOFError, OSError):
+        child.join()
+        return Outcome(kind, number, f"the process ended with exit code {child.exitcode}", f"ended {child.exitcode}")
+    finally:
+        child.kill()
+        child.join()
 
 
 class Failures:
@@ -108,23 +86,21 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--case", metavar="KIND:NUMBER", help="only this one, as a failure names it")
     options = parser.parse_args()
-    failures, worker, counts, slowest = Failures(DATABASE), Worker(), Counter[str](), Outcome("none", 0)
+    failures, counts, slowest = Failures(DATABASE), Counter[str](), Outcome("none", 0)
     if options.case:
         kind, _, number = options.case.partition(":")
         cases: Iterable[tuple[str, int]] = [(kind, int(number))]
     else:
         again = [case for case in failures.list() if case[0] in options.kinds]
         cases = chain(again, draw_cases(options.kinds, options.seconds))
-    try:
+    with suppress(KeyboardInterrupt), TemporaryDirectory(prefix="ucp-fuzz-") as root:
+        for source in [*SOURCES, *FOREIGN]:
+            write_once(Path(root), source.name)  # for all children
         for case in cases:
-            outcome = worker.run(*case)
+            outcome = run_apart(*case, Path(root))
             slowest = max(slowest, outcome, key=lambda each: each.seconds)
             counts[case[0]] += 1
             failures.note(outcome)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        worker.close()
     print(", ".join(f"{counts[kind]} {kind}" for kind in options.kinds), f"= {sum(counts.values())} cases")
     print(f"slowest: {slowest.kind}:{slowest.number}, {slowest.seconds:.1f} s of processor time")
     for cause, count in failures.causes.most_common():

@@ -59,13 +59,13 @@ _RESHARDS = [
 @cache
 def write_once(root: Path, name: str) -> Path:
     source = next(source for source in [*SOURCES, *FOREIGN] if source.name == name)
-    return source.write(root / name)
+    return source.write(root / "whole" / name)
 
 
 def copy(draw: Draw, root: Path, sources: Sequence[Source]) -> tuple[Source, Path]:
     """Copy a checkpoint of one of the sources."""
     source = draw.choice(sources)
-    whole = write_once(root / "whole", source.name)
+    whole = write_once(root, source.name)
     folder = root / "case" / whole.name
     shutil.rmtree(root / "case", ignore_errors=True)
     shutil.copytree(whole, folder)

@@ -1,4 +1,4 @@
-"""A process that runs cases sequentially and reports each; it may be killed during a case."""
+"""One case, in this process or in a child, and its outcome."""
 
 from __future__ import annotations
 
@@ -40,18 +40,12 @@ class TooSlow(BaseException):
     """A case has used up its processor time."""
 
 
-def serve(connection: Connection) -> None:
-    """Run the cases that the peer sends until it closes the connection."""
+def serve(connection: Connection, kind: str, number: int, root: Path) -> None:
+    """Run a case in a child with limits, and send its outcome."""
     _limit()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
-    with tempfile.TemporaryDirectory(prefix="ucp-fuzz-") as root:
-        os.environ["TMPDIR"] = tempfile.tempdir = root
-        while True:
-            try:
-                kind, number = connection.recv()
-            except (EOFError, OSError):
-                return
-            connection.send(run_case(kind, number, Path(root)))
+    os.environ["TMPDIR"] = tempfile.tempdir = str(root)
+    connection.send(run_case(kind, number, root))
 
 
 def run_case(kind: str, number: int, root: Path) -> Outcome:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .description import Model, Topology, same_bits
+from .description import Model, Topology
 from .layout import Flat, partition_layout, stage3_slice
 
 
@@ -75,8 +75,12 @@ def _tensor_differences(left: torch.Tensor, right: torch.Tensor, path: str) -> I
     for what, *pair in zip(("storage offset", "storage size"), *places, strict=True):
         if pair[0] != pair[1]:
             yield f"{path}: {what} {pair[0]} is not {pair[1]}"
-    if left.shape == right.shape and left.dtype == right.dtype and not same_bits(left, right):
+    if (left.shape, left.dtype) == (right.shape, right.dtype) and not torch.equal(_bytes(left), _bytes(right)):
         yield f"{path}: values {left} are not {right}"
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def _mapping_differences(left: Mapping[str, Any], right: Mapping[str, Any], path: str) -> Iterator[str]:

@@ -313,7 +313,6 @@ def random_state(
     without: tuple[str, ...] = (),
     dtype: torch.dtype = torch.float32,
     topology: Topology | None = None,
-    equal_instances: bool = False,
 ) -> State:
     """Draw random fp32 atoms, reproducible on every machine.
 
@@ -322,8 +321,7 @@ def random_state(
     `dtype` is that of the states.
 
     With a `topology` there are instances ("name#1") of parameters that several pipeline ranks hold. Their weights are
-    equal, except those of a tied module without tied weight. Their states differ, to reveal a confusion, or are equal
-    as in a real run with `equal_instances`.
+    equal, except those of a tied module without tied weight. Their states differ, to reveal a confusion.
     """
     random = torch.Generator().manual_seed(seed)
     atoms: dict[str, dict[str, torch.Tensor]] = {}
@@ -343,22 +341,7 @@ def random_state(
     for name, instances in (instance_names(model, topology) if topology else {}).items():
         for further in instances[1:]:
             draw(further, params[name])
-            if differs_by_stage(params[name]):
-                continue
-            if equal_instances:
-                atoms[further] = dict(atoms[name])
-            else:
+            if not differs_by_stage(params[name]):
                 atoms[further]["fp32"] = atoms[name]["fp32"]
     groups = tuple({**ADAMW, "lr": 1e-3 / (index + 1)} for index in range(len(model.groups)))
     return State(atoms, scalars, groups)
-
-
-def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Return True for equal shape, dtype and bytes: nan equals itself, and -0 differs from 0."""
-    if left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    return left.numel() == 0 or bool(torch.equal(_bytes(left), _bytes(right)))
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(-1).contiguous().view(torch.uint8)

@@ -6,14 +6,14 @@ the files have the right form.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import OrderedDict
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from .description import Layer, Model, Param
-from .engines import RealSave, split_params
+from .description import Layer, Model
+from .engines import RealSave, describe, split_params
 
 WIDTH = 6
 ROWS = 12  # of the embedding
@@ -39,16 +39,20 @@ class Case3D(RealSave):
 
     @property
     def model(self) -> Model:
-        if not self.pipeline:
-            return PLAIN
-        return SHORT if self.short else DEEP
+        module, layers = _make_plain(1), ()
+        if self.pipeline:
+            blocks = {"1": Block(1)} if self.short else {"1": Block(1), "3": Block(1, 2)}
+            module = torch.nn.ModuleDict({"tied_modules": torch.nn.ModuleDict({"embed": Embedding(1)}), **blocks})
+            layers = (Layer("embed"), Layer(), Layer(file=False))
+            layers += () if self.short else (Layer(), Layer(), Layer("embed", file=False))
+        found = describe(module, split_params(module.parameters()))
+        params = tuple(replace(param, tied=param.name == "tied_modules.embed.word") for param in found.params)
+        return replace(found, params=params, layers=layers)
 
     def ds_config(self) -> dict[str, Any]:
-        optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
         # The ranks' activations differ, so they are sent whole.
         pipeline = {"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}} if self.pipeline else {}
-        rest = {"optimizer": optimizer, "steps_per_print": 10**6, "gradient_clipping": 0.0 if self.short else 1.0}
-        return {**self.topology.ds_config(), **pipeline, **rest}
+        return {**RealSave.ds_config(self), **pipeline, "gradient_clipping": 0.0 if self.short else 1.0}
 
     def cut(self, name: str, tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
         """Rows of `word` and `up`, columns of `down`."""
@@ -81,7 +85,7 @@ class Case3D(RealSave):
                 partition_method=self.method,
             )
         else:
-            module, mpu = Plain(here.tp), ParallelState(here.tp).make_mpu()
+            module, mpu = _make_plain(here.tp), ParallelState(here.tp).make_mpu()
         params = split_params(module.parameters())
         return deepspeed.initialize(model=module, model_parameters=params, config=self.ds_config(), mpu=mpu)[0]
 
@@ -136,40 +140,6 @@ def loss(outputs: torch.Tensor, _labels: torch.Tensor) -> torch.Tensor:
     return outputs.float().pow(2).mean() * 1e-2
 
 
-def _block_params(prefix: str, heads: int = 4) -> Iterator[Param]:
-    yield Param(f"{prefix}up", (2 * heads, WIDTH))
-    yield Param(f"{prefix}down", (WIDTH, 2 * heads))
-    yield Param(f"{prefix}bias", (WIDTH,), group=1)
-    yield Param(f"{prefix}gain", (WIDTH,), group=1, frozen=True)
-
-
-def _block_buffers(prefix: str) -> dict[str, torch.Tensor]:
-    norm = torch.nn.BatchNorm1d(WIDTH, affine=False)
-    return {f"{prefix}norm.{name}": buffer for name, buffer in norm.named_buffers()}
-
-
-def _embedding_params(prefix: str, tied: bool) -> tuple[Param, Param]:
-    return Param(f"{prefix}word", (ROWS, WIDTH), tied=tied), Param(f"{prefix}position", (LENGTH, WIDTH))
-
-
-PLAIN = Model(
-    (*_embedding_params("embedding.", False), *_block_params("block.")),
-    {"embedding.scale": torch.ones(1), **_block_buffers("block.")},
-)
-_EMBEDDING = _embedding_params("tied_modules.embed.", True)
-_SCALE = {"tied_modules.embed.scale": torch.ones(1)}
-DEEP = Model(
-    (*_EMBEDDING, *_block_params("1."), *_block_params("3.", 2)),
-    {**_SCALE, **_block_buffers("1."), **_block_buffers("3.")},
-    (Layer("embed"), Layer(), Layer(file=False), Layer(), Layer(), Layer("embed", file=False)),
-)
-SHORT = Model(
-    (*_EMBEDDING, *_block_params("1.")),
-    {**_SCALE, **_block_buffers("1.")},
-    (Layer("embed"), Layer(), Layer(file=False)),
-)
-
-
 def _layers(tp: int, short: bool) -> list[Any]:
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
@@ -180,12 +150,5 @@ def _layers(tp: int, short: bool) -> list[Any]:
     return [first, LayerSpec(Block, tp), double, LayerSpec(Block, tp, 2), LayerSpec(torch.nn.Tanh), last]
 
 
-class Plain(torch.nn.Module):
-    def __init__(self, tp: int) -> None:
-        super().__init__()
-        self.embedding = Embedding(tp)
-        self.block = Block(tp)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.block(self.embedding(tokens))
-        return hidden
+def _make_plain(tp: int) -> torch.nn.Module:
+    return torch.nn.Sequential(OrderedDict(embedding=Embedding(tp), block=Block(tp)))

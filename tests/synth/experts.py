@@ -35,12 +35,6 @@ def list_replicas(topology: Topology, degree: int, seat: int) -> range:
     return range(place * replicas, (place + 1) * replicas) if topology.data_first else range(place, seats, degree)
 
 
-def list_seats(model: Model, topology: Topology) -> range:
-    """Return the seats of a lane's data-parallel ranks."""
-    step = topology.tp if topology.folds_experts else 1
-    return range(find_seat(model, topology, 0), find_seat(model, topology, topology.dp), step)
-
-
 def held_layers(model: Model) -> list[ExpertLayer]:
     """Return the layers of experts of a pipeline stage."""
     return [each for each in model.experts if any(param.name.startswith(each.prefix) for param in model.params)]
@@ -51,17 +45,12 @@ def largest_degree(model: Model, topology: Topology) -> int:
     return max((degree_of(model, topology, layer) for layer in held_layers(model)), default=1)
 
 
-def is_first_replica(model: Model, topology: Topology, degree: int, rank: int) -> bool:
-    """Return True for the first data-parallel rank that holds certain experts."""
-    seat = find_seat(model, topology, rank)
-    return list_replicas(topology, degree, seat)[0] == seat
-
-
 def is_writer(model: Model, topology: Topology, layer: ExpertLayer, degree: int, rank: int) -> bool:
     """Return True if a data-parallel rank saves its experts; with AutoEP under AutoTP each lane saves all experts."""
     if layer.fused and topology.folds_experts:
         return rank < degree
-    return is_first_replica(model, topology, degree, rank)
+    seat = find_seat(model, topology, rank)
+    return list_replicas(topology, degree, seat)[0] == seat
 
 
 def degree_of(model: Model, topology: Topology, layer: ExpertLayer) -> int:
@@ -92,7 +81,9 @@ def own_state(state: State, own: Model) -> State:
 def _make_own(model: Model, topology: Topology, rank: int) -> Model:
     params = list(chain.from_iterable(_name_own(model, topology, rank)))
     count = len(model.groups)
-    spread = [Spread(group, None, list_seats(model, topology)) for group in range(count)]
+    first, end = find_seat(model, topology, 0), find_seat(model, topology, topology.dp)
+    dense = range(first, end, topology.tp if topology.folds_experts else 1)
+    spread = [Spread(group, None, dense) for group in range(count)]
     placed = {param.name: param for param in params}
     for group, degree, held in _cut_groups(model, topology, rank, params, count):
         for param in held:
