@@ -31,22 +31,6 @@ def export(*arguments: object) -> int:
     return main(["export", *map(str, arguments)])
 
 
-def test_export_writes_safetensors(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out"
-    assert export(checkpoint, out) == 0
-    found = load_file(out / "model.safetensors")
-    assert set(found) == {"net.a", "net.b"}
-    assert torch.equal(found["net.a"], STATE.atoms["net.a"]["fp32"])
-    assert capsys.readouterr().err == ""
-    assert export(checkpoint, out) == 2
-    assert "--overwrite" in capsys.readouterr().err
-    (out / "config.json").write_text("{}")
-    assert export(checkpoint, out, "--overwrite") == 0
-    assert "from_pretrained" not in capsys.readouterr().out and (out / "config.json").exists()
-    assert export(checkpoint, out, "--overwrite", "--to", "dcp") == 0
-    assert not (out / "model.safetensors").exists()
-
-
 def test_every_export_option_for_weights(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "hf").mkdir()
     for name in ("config.json", "tokenizer.json", "training.log"):
@@ -65,6 +49,10 @@ def test_every_export_option_for_weights(checkpoint: Path, tmp_path: Path, capsy
     assert index["metadata"]["total_size"] == sum(2 * shape.numel() for shape in shapes)
     a = load_file(tmp_path / "out" / weights["lm_head"])["lm_head"]
     assert torch.equal(a, STATE.atoms["net.a"]["fp32"].bfloat16())
+    assert export(checkpoint, tmp_path / "out", "--overwrite") == 0
+    assert "from_pretrained" not in capsys.readouterr().out and (tmp_path / "out" / "config.json").exists()
+    assert export(checkpoint, tmp_path / "out", "--overwrite", "--to", "dcp") == 0
+    assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(

@@ -284,9 +284,9 @@ def test_a_tie_of_only_one_side_is_compared_by_its_copies(
     same = replace(state, atoms={**state.atoms, "c.1": state.atoms["c.0"]})
     twice = save(tmp_path / "twice", Topology(1, 2), same if equal else state, model=model)
     tied = save(tmp_path / "tied", Topology(1, 2), same, model=TIED)
-    for sides in ((twice, tied), (tied, twice)):
+    for sides, name in (((twice, tied), "c.1"), ((tied, twice), "c.1" if "shape" in kinds else "c.0")):
         found = diff_checkpoints(*sides)
-        assert [(atom.name, atom.kind) for atom in found.atoms] == [("c.1", kind) for kind in kinds]
+        assert [(atom.name, atom.kind) for atom in found.atoms] == [(name, kind) for kind in kinds]
         assert found.equal == (not kinds)
     assert diff_checkpoints(tied, twice, options=DiffOptions(only="c.1")).equal == (not kinds)
 

@@ -1,4 +1,4 @@
-"""`ds_ucp verify --resume` and the load give equal verdicts and equal numbers of bytes read and restored."""
+"""`ds_ucp plan` and the load give equal verdicts and equal numbers of bytes read and restored."""
 
 from __future__ import annotations
 
@@ -39,8 +39,6 @@ from tests.support.reshard import plan as plan_reads
 from tests.support.reshard3d import Trip, draw_state, expect, make_config, make_pipeline, make_plain, trips
 from tests.synth import ExpertLayer, Model, Param, Run, Topology, random_state, write_checkpoint
 
-WRAPPERS = {"raw": "torch", "fused": "fp16_fused", "unfused": "fp16_unfused", "bf16": "bf16"}
-PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 MODEL = Model(
     (
         Param("wte", (40, 9)),
@@ -55,9 +53,8 @@ SOURCE = Saved(1, "bf16", "bfloat16", dp=4)
 
 
 def degrees_of(topology: Topology) -> Degrees:
-    wrapper = WRAPPERS.get(topology.kind, "zero3" if topology.stage == 3 else "zero12")
-    precision, ep = PRECISIONS[topology.precision], max(topology.ep or (1,))
-    return Degrees(topology.dp, topology.tp, topology.pp, 1, ep, topology.stage, wrapper, precision)
+    precision, ep = str(topology.dtype).removeprefix("torch."), max(topology.ep or (1,))
+    return Degrees(topology.dp, topology.tp, topology.pp, 1, ep, topology.stage, topology.row.name, precision)
 
 
 def measure_load(folder: Path, targets: Sequence[FakeTarget], options: Options) -> tuple[AtomicIndex, int, int]:

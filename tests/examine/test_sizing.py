@@ -85,13 +85,12 @@ def make_way(stall: float, safe: float, restart: float, least: float = 0.0) -> S
 def test_shares_of_lost_time_equal_textbook_formulas() -> None:
     young = math.sqrt(2 * 50 * 4 * HOUR)
     assert choose_interval(make_way(50, 50, 300), 4 * HOUR) == pytest.approx(young - 50, rel=0.02)
-    assert (
-        choose_interval(make_way(2 * HOUR, 2 * HOUR, 300), HOUR) == HOUR
-    )  # a save needs more time than the interval of failures
+    assert choose_interval(make_way(2 * HOUR, 2 * HOUR, 300), HOUR) == HOUR  # a save outlasts the time to a failure
     # T = M e^(R/M) (e^((t + C)/M) - 1) T_s / t (Daly 2006, the complete model)
     t, mtbf = 1000.0, 4 * HOUR
     expected = t / (mtbf * math.exp(300 / mtbf) * (math.exp(1050 / mtbf) - 1))
     assert judge_interval(make_way(50, 50, 300), t, mtbf)[0] == pytest.approx(expected, rel=1e-12)
+    assert choose_interval(make_way(1, 601, 60, least=599), HOUR) == 599 > choose_interval(make_way(1, 601, 60), HOUR)
 
 
 WAYS = st.builds(
@@ -102,16 +101,13 @@ WAYS = st.builds(
 
 
 @given(WAYS, st.floats(0.01, 3))
-def test_shares_of_lost_time_do_not_depend_on_the_unit(way: SaveWay, seconds: float) -> None:
+def test_a_rare_failure_costs_half_a_period_restart_and_unsafe_time(way: SaveWay, seconds: float) -> None:
+    """Shares of lost time do not depend on the unit."""
     trains, lost = judge_interval(way, seconds, 1.0)
     assert trains + trains * way.stall / seconds + lost == pytest.approx(1)
     assert 0 < trains < 1
     hours = make_way(*(HOUR * each for each in (way.stall, way.safe, way.restart)))
     assert judge_interval(hours, HOUR * seconds, HOUR)[0] == pytest.approx(trains)
-
-
-@given(WAYS)
-def test_a_rare_failure_costs_half_a_period_restart_and_unsafe_time(way: SaveWay) -> None:
     _, lost = judge_interval(way, 1.0, 1e5)
     assert lost == pytest.approx((1 + way.stall) / 2 + way.restart + way.safe - way.stall, rel=1e-3)
 
@@ -121,10 +117,6 @@ def test_the_recommended_interval_loses_least(way: SaveWay) -> None:
     seconds = choose_interval(way, 1.0)
     tried = [judge_interval(way, seconds * 1.02**step, 1.0)[0] for step in range(-150, 150)]
     assert judge_interval(way, seconds, 1.0)[0] >= max(tried) * (1 - 1e-4)
-
-
-def test_an_interval_is_not_shorter_than_a_write_to_storage() -> None:
-    assert choose_interval(make_way(1, 601, 60, least=599), HOUR) == 599 > choose_interval(make_way(1, 601, 60), HOUR)
 
 
 def simulate(way: SaveWay, seconds: float, mtbf: float, failures: int, seed: int) -> tuple[float, float]:

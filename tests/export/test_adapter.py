@@ -23,6 +23,7 @@ from tests.support.covering import all_turns
 from tests.support.exports import check_same, load_all, open_model
 from tests.synth import Model, Param, State, Topology, random_state, write_checkpoint
 from tests.synth.description import DTYPES
+from tests.synth.engines import describe
 
 TOPOLOGIES = (Topology(0), Topology(1, 2, "bf16"), Topology(3, 2, "bf16"))
 
@@ -41,36 +42,20 @@ TIED: dict[str, dict[str, Any]] = {
 """Adapters of a model with a tied embedding and head."""
 
 
-def save(folder: Path, model: PeftModel, topology: Topology, *, base: bool = True) -> str:
-    """Write a DeepSpeed save of a model with a trained adapter and a frozen base, which may be omitted."""
-    params = [
-        Param(name, tuple(param.shape), frozen=not param.requires_grad)
-        for name, param in model.named_parameters()
-        if param.requires_grad or base
-    ]
-    first = {id(param): name for name, param in model.named_parameters()}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if first[id(param)] != name and first[id(param)] in {each.name for each in params}:
-            params.append(Param(name, tuple(param.shape), alias_of=first[id(param)]))
-    described = Model(tuple(params))
+def save(folder: Path, model: PeftModel, topology: Topology) -> str:
+    """Write a DeepSpeed save of a model with a trained adapter and a frozen base."""
+    described = describe(model)
     state = random_state(described, 1, precision=topology.precision)
     values = {name: param.detach().clone() for name, param in model.named_parameters()}
     atoms = {name: {**held, "fp32": values[name]} for name, held in state.atoms.items()}
-    for name in (param.name for param in params if param.frozen):
+    for name in (param.name for param in described.owners if param.frozen):
         atoms[name] = {key: values[name].to(held.dtype) for key, held in state.atoms[name].items()}
         model.get_parameter(name).data = values[name].to(DTYPES[topology.precision]).float()  # the saved value
     return str(write_checkpoint(folder, described, State(atoms, state.scalars), topology))
 
 
-def export(
-    path: str,
-    out: Path,
-    model: PeftModel,
-    *,
-    name: str = "default",
-    **changes: Any,
-) -> None:
-    config = {**model.peft_config[name].to_dict(), **changes}
+def export(path: str, out: Path, model: PeftModel, name: str = "default") -> None:
+    config = model.peft_config[name].to_dict()
     config = json.loads(json.dumps(config, default=lambda value: getattr(value, "value", None) or sorted(value)))
     options = ExportOptions(adapter=name, adapter_config=config)
     index = open_checkpoint(path, Comm(), Naming(weights_only=True))
@@ -106,7 +91,7 @@ def test_each_of_two_adapters_is_exported(tmp_path: Path) -> None:
     path = save(tmp_path, model, TOPOLOGIES[0])
     model.save_pretrained(tmp_path / "peft", save_embedding_layers=False)
     for name, folder in (("default", tmp_path / "peft"), ("other", tmp_path / "peft" / "other")):
-        export(path, tmp_path / name, model, name=name)
+        export(path, tmp_path / name, model, name)
         check_same(load_all(tmp_path / name), load_all(folder))
 
 

@@ -42,8 +42,7 @@ from tests.support.ranks import World, run_ranks
 from tests.support.reshard import examples, temporary_folder
 from tests.support.reshard3d import VOCAB, SavedRun, draw_state, make_pipeline, make_plain, open_run, rules_of, trips
 from tests.synth import Model, Param, Run, Topology, random_state, write_checkpoint
-
-TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from tests.synth.engines import describe
 
 
 def expect_weights(model: Model, seed: int, topology: Topology, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
@@ -55,13 +54,12 @@ def expect_weights(model: Model, seed: int, topology: Topology, dtype: torch.dty
 # -- bytes ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", TORCH)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda t: t.label)
 def test_exported_files_equal_those_of_the_safetensors_library(tmp_path: Path, topology: Topology, dtype: str) -> None:
-    report = export_safetensors(
-        open_model(tmp_path, topology), str(tmp_path / "out"), options=ExportOptions(dtype=dtype)
-    )
-    save_file(expect_weights(MODEL, 0, topology, TORCH[dtype]), tmp_path / "expected", {"format": "pt"})
+    index, options = open_model(tmp_path, topology), ExportOptions(dtype=dtype)
+    report = export_safetensors(index, str(tmp_path / "out"), options=options)
+    save_file(expect_weights(MODEL, 0, topology, getattr(torch, dtype)), tmp_path / "expected", {"format": "pt"})
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "expected").read_bytes()
     assert report.files == {"model.safetensors": (tmp_path / "expected").stat().st_size}
     assert (report.tensors, report.parameters) == (7, 15 + 7700 + 4 + 1)
@@ -134,10 +132,9 @@ def test_an_export_of_an_atomic_checkpoint_has_the_same_bytes(tmp_path: Path) ->
     """Its manifest contains the patterns, including the rows of the vocabulary."""
     saved_run = draw_state(make_plain(("word", "qkv", "row", "norm"), frozen=("row",)), Topology(1, 2, "bf16", tp=2))
     index = open_run(saved_run, tmp_path / "in")
-    convert_index(
-        index, str(tmp_path / "in"), str(tmp_path / "atomic"), Comm(), ConvertOptions(), rules=rules_of(saved_run)
-    )
-    export_safetensors(index, str(tmp_path / "one"), rules=rules_of(saved_run))
+    rules = rules_of(saved_run)
+    convert_index(index, str(tmp_path / "in"), str(tmp_path / "atomic"), Comm(), ConvertOptions(), rules=rules)
+    export_safetensors(index, str(tmp_path / "one"), rules=rules)
     export_safetensors(open_checkpoint(str(tmp_path / "atomic"), Comm()), str(tmp_path / "two"))
     one, two = (tmp_path / name / "model.safetensors" for name in ("one", "two"))
     assert one.read_bytes() == two.read_bytes()
@@ -167,10 +164,7 @@ def test_every_source_byte_is_read_once(tmp_path: Path) -> None:
     assert report.bytes_read == sum(index.records[number].nbytes for number in records)
 
 
-SPECIAL = [
-    *(0.0, -0.0, 1.0, -1.5, 3e38, 1e-40, 65504.0, 65520.0),
-    *(6e-8, inf, -inf, 1.00390625, 1.01171875, nan),
-]
+SPECIAL = [0.0, -0.0, 1.0, -1.5, 3e38, 1e-40, 65504.0, 65520.0, 6e-8, inf, -inf, 1.00390625, 1.01171875, nan]
 
 
 @pytest.mark.parametrize("target", sorted(FLOATING))
@@ -195,11 +189,10 @@ def make_tensor(dtype: str, numel: int = 1) -> Tensor:
 
 
 def test_dtypes_are_in_the_order_of_the_safetensors_library(tmp_path: Path) -> None:
-    tensors = {
-        f"x{number}": torch.zeros(2, dtype=getattr(torch, dtype)) for number, dtype in enumerate(DTYPES.values())
-    }
+    dtypes = {f"x{number}": dtype for number, dtype in enumerate(DTYPES.values())}
+    tensors = {name: torch.zeros(2, dtype=getattr(torch, dtype)) for name, dtype in dtypes.items()}
     save_file(tensors, tmp_path / "all", {"format": "pt"})
-    laid = lay_out({f"x{number}": make_tensor(dtype, 2) for number, dtype in enumerate(DTYPES.values())})
+    laid = lay_out({name: make_tensor(dtype, 2) for name, dtype in dtypes.items()})
     assert (tmp_path / "all").read_bytes() == laid.heads[FILE] + bytes(laid.sizes[FILE] - len(laid.heads[FILE]))
 
 
@@ -254,27 +247,21 @@ def test_rename_rules_and_prefixes_without_a_match_are_logged(tmp_path: Path, ca
 
 
 def test_stage_0_without_names_exports_the_models_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = write_checkpoint(
-        tmp_path, MODEL, random_state(MODEL, 0, precision="fp16"), Topology(0, precision="fp16", wrapper="fused")
-    )
+    state = random_state(MODEL, 0, precision="fp16")
+    path = write_checkpoint(tmp_path, MODEL, state, Topology(0, precision="fp16", wrapper="fused"))
     index = open_checkpoint(str(path), Comm(), Naming(weights_only=True))
     export_safetensors(index, str(tmp_path / "out"), rules=from_config({"resize": [{"match": "a"}]}))
     assert "model's own float16 are written" in caplog.text
     assert "resize rules are for loads; the saved shapes are written" in caplog.text
-    expected = random_state(MODEL, 0, precision="fp16").atoms["b.weight"]["fp32"].half().float()
-    assert torch.equal(load_all(tmp_path / "out")["b.weight"], expected)
+    assert torch.equal(load_all(tmp_path / "out")["b.weight"], state.atoms["b.weight"]["fp32"].half().float())
 
 
 @pytest.mark.parametrize("export", [export_safetensors, partial(export_dcp, weights_only=True)], ids=["hf", "dcp"])
 def test_default_casts_and_overflows_are_logged(tmp_path: Path, export: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Values that were infinite or NaN before are not logged."""
     values = torch.tensor([1.0, inf, -inf, nan])
-    buffers = {
-        "double": values.double(),
-        "large": torch.tensor([1.0, -70000.0]),
-        "mask": values,
-        "fits": values[:1] * 65519,
-    }
+    buffers = {"double": values.double(), "large": torch.tensor([1.0, -70000.0]), "mask": values}
+    buffers["fits"] = values[:1] * 65519
     index = open_model(tmp_path, Topology(3, 2), Model((Param("a", (5,)),), buffers))
     for dtype, logged in (
         ("float16", "values too large for float16 are written as infinite, or as its largest .*: large"),
@@ -297,8 +284,7 @@ def test_values_beyond_the_range_of_a_dtype_are_detected(target: str) -> None:
     rounded = -finfo.max * (1 + finfo.eps / 8)
     for value, expected in ((finfo.max, False), (rounded, False), (finfo.max * 1.1, True), (-inf, False)):
         stored, overflowed = torch.tensor([0.0, value], dtype=torch.float64), set[str]()
-        atom = Atom("x", MASTER, "float64", ())
-        tensor = Tensor(("x",), FullTensor(atom, (2,)), (2,), target)
+        tensor = replace(make_tensor("float64", 2), dtype=target)
         tensor.convert(memoryview(stored.view(torch.uint8).numpy()), Scratch(), overflowed)
         assert (overflowed == {"x"}) is expected, value
 
@@ -353,17 +339,6 @@ print("PEAK", peak() - before)
 """
 
 
-def measure_peak(folder: Path, large: Path, *options: str) -> int:
-    """Return the additional peak memory in bytes of an export, after a small one in the same process."""
-    model = Model((Param("a", (4, 10)),))
-    small = write_checkpoint(folder / "small", model, random_state(model, 0), Topology(1))
-    command = [sys.executable, "-c", PEAK, str(small), str(large), str(folder / "out"), *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    peak = int(re.findall(r"PEAK (\d+)", done.stdout)[0])
-    print(f"{peak / (1 << 20):.1f} MiB")
-    return peak
-
-
 MANY = (Param("a", (4_000, 1000)), *(Param(f"p{number}", (150, 1000)) for number in range(30)))
 MEMORY = {
     "one large": (("--dtype", "fp32"), (Param("a", (15_000, 1000)), Param("b", (5_000, 1000))), 12),
@@ -375,11 +350,16 @@ MEMORY = {
 
 @pytest.mark.parametrize("case", MEMORY)
 def test_memory_of_an_export_stays_within_the_window(tmp_path: Path, case: str) -> None:
+    """It is measured after a small export in the same process."""
     options, params, more = MEMORY[case]
     states = {} if "dcp" in options else {"states": (), "step": None}
-    model = Model(params)
-    path = write_checkpoint(tmp_path, model, random_state(model, 0, **states), Topology(3 if states else 2, 2))
-    assert measure_peak(tmp_path, path, "--window-mb", "12", *options) < (12 + more) << 20
+    paths = []
+    for model in (Model((Param("a", (4, 10)),)), Model(params)):
+        state, topology = random_state(model, 0, **states), Topology(3 if states else 2, 2)
+        paths.append(str(write_checkpoint(tmp_path / str(len(paths)), model, state, topology)))
+    command = [sys.executable, "-c", PEAK, *paths, str(tmp_path / "out"), "--window-mb", "12", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(re.findall(r"PEAK (\d+)", done.stdout)[0]) < (12 + more) << 20
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["one-file", "sharded"])
@@ -388,16 +368,9 @@ def test_transformers_loads_an_export(tmp_path: Path, tied: bool, sharded: bool)
     from transformers import AutoModelForCausalLM
 
     model = make_gpt2(tmp_path / "hf", tied=tied)
-    owners = {id(param): name for name, param in reversed(list(model.named_parameters(remove_duplicate=False)))}
-    described = Model(
-        tuple(
-            Param(name, tuple(param.shape), alias_of=None if owners[id(param)] == name else owners[id(param)])
-            for name, param in model.named_parameters(remove_duplicate=False)
-        )
-    )
+    described, out = describe(model), tmp_path / "out"
     state = random_state(described, 1)
     index = open_model(tmp_path, Topology(2, 3), described, state)
-    out = tmp_path / "out"
     export_safetensors(index, str(out), like=str(tmp_path / "hf"), max_shard=4000 if sharded else 10**9)
     loaded, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not (info["missing_keys"] or info["unexpected_keys"] or info["mismatched_keys"]), info

@@ -19,6 +19,7 @@ from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.model.index import AtomicIndex
 from tests.support import fsdp_run
 from tests.synth import Model, Param, State, Topology, random_state, write_checkpoint
+from tests.synth.engines import describe, split_params
 
 MODEL = Model(
     (
@@ -75,10 +76,7 @@ def save_trained(folder: Path, topology: Topology, *, scheduled: bool = False, *
         fsdp_run.train(model, optimizer, [step])
         if scheduler is not None:
             scheduler.step()
-    params = tuple(
-        Param(name, tuple(param.shape), group=int(param.dim() < 2)) for name, param in model.named_parameters()
-    )
-    described = Model(params, dict(model.named_buffers()))
+    described = describe(model, split_params(model.parameters()))
     names = {param: name for name, param in model.named_parameters()}
     states = {names[param]: held for param, held in optimizer.state.items()}
     atoms = {

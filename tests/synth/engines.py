@@ -158,7 +158,9 @@ def split_params(params: Iterable[torch.nn.Parameter]) -> list[dict[str, Any]]:
     ]
 
 
-def describe(net: torch.nn.Module, groups: Sequence[Mapping[str, Any]]) -> Model:
+def describe(net: torch.nn.Module, groups: Sequence[Mapping[str, Any]] = ()) -> Model:
+    """Describe a torch module and its param groups; default: one group of all parameters."""
+    groups = groups or [{"params": list(net.parameters())}]
     group_of = {id(param): index for index, group in enumerate(groups) for param in group["params"]}
     owners: dict[int, str] = {}
     params = []
@@ -166,7 +168,8 @@ def describe(net: torch.nn.Module, groups: Sequence[Mapping[str, Any]]) -> Model
         owner = owners.setdefault(id(param), name)
         alias = None if owner == name else owner
         params.append(Param(name, tuple(param.shape), group_of.get(id(param)), not param.requires_grad, alias))
-    return Model(tuple(params), {name: buffer.clone() for name, buffer in net.named_buffers()})
+    saved = net.state_dict()
+    return Model(tuple(params), {name: buffer.clone() for name, buffer in net.named_buffers() if name in saved})
 
 
 def save_all(cases: Sequence[RealSave], folder: Path) -> None:

@@ -42,8 +42,7 @@ class CaseMoE(RealSave):
         """Describe two dense blocks with two layers of experts between them."""
         module = self._engines.make_module(replace(self._spread, ep=1, tp=1, pp=1))
         names = [f"layers.{number}.{layer.name}" for number, layer in enumerate(module.layers[1:3], 1)]
-        found = describe(module, [{"params": list(module.parameters())}])
-        return replace(found, experts=tuple(ExpertLayer(name, self._engines.EXPERTS) for name in names))
+        return replace(describe(module), experts=tuple(ExpertLayer(name, self._engines.EXPERTS) for name in names))
 
     @property
     def _engines(self) -> Any:
