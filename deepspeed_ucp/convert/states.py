@@ -73,7 +73,6 @@ def find_dropped_client(index: AtomicIndex) -> list[str]:
 
 
 def _save(file: TorchFile, tree: Any, path: str, added: Mapping[str, bytes]) -> SealedFile:
-    """Write the parts of a file that are in ``tree`` (:func:`save_parts`)."""
     size, crc = save_parts(file, tree, path, added)
     return SealedFile(size=size, crc=crc)
 
@@ -85,7 +84,6 @@ def _make_empty(counters: Mapping[str, Any]) -> TorchFile:
 
 
 def _write_client_states(index: AtomicIndex, folder: str) -> Iterator[tuple[str, SealedFile]]:
-    """Write the client states of the other model-parallel ranks."""
     if index.format:
         return
     tp, pp = index.written_degrees

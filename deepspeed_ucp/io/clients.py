@@ -22,11 +22,7 @@ from ..errors import ConfigError, StorageError, UnsupportedError, shorten, sugge
 from .interface import CHANGED, ChangedError
 from .paths import find_store, normalize
 
-RETRIES = {
-    "max_retries": 10,
-    "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=15), "base": 2},
-    "retry_timeout": timedelta(minutes=3),
-}
+RETRIES = {"max_retries": 10, "retry_timeout": timedelta(minutes=3)}
 """Retries of one request that fails with a connection error, a timeout, or a status of 5xx, 408 or 429."""
 
 READING, WRITING = "60s", "10min"
@@ -109,13 +105,7 @@ def get_headers() -> dict[str, str]:
 
 
 def connect(url: str, *, writing: bool = False) -> tuple[Any, str]:
-    """Return the client of a URL's store, and the key of the URL's object in it.
-
-    Raises:
-        UnsupportedError: there is no such scheme; its URLs are read only.
-        ConfigError: obstore refuses the URL or the options.
-        StorageError: this process was forked from one that has used stores.
-    """
+    """Return the client of a URL's store, and the key of the URL's object in it."""
     root, scheme = find_store(normalize(url)), url.partition("://")[0]
     if scheme not in MAKERS:
         known = ", ".join(f"{known_scheme}://" for known_scheme in MAKERS)
@@ -151,16 +141,11 @@ def _make_s3(root: str, common: dict[str, Any]) -> Any:
     config, profile = _rename(_S3, _process.options), _process.options.get("profile")
     is_given = "access_key_id" in config or config.get("skip_signature")
     provider = None if is_given else _find_aws_provider(profile)
-    return store.S3Store(_find_host(root), config=config, credential_provider=provider, **common)  # type: ignore[arg-type]
+    return store.S3Store(root.partition("://")[2], config=config, credential_provider=provider, **common)  # type: ignore[arg-type]
 
 
 def _find_aws_provider(profile: str | None) -> Any:
-    """Return boto3's credentials if AWS's files or a profile provide them, else None.
-
-    Raises:
-        UnsupportedError: a profile is named, and boto3 is not installed.
-        ConfigError: there is no such profile, or it has no credentials.
-    """
+    """Return boto3's credentials if AWS's files or a profile provide them, else None."""
     named = profile or os.environ.get("AWS_PROFILE")
     if profile is None and any(map(os.environ.get, _AWS_ENVIRONMENT)):
         return None
@@ -197,7 +182,7 @@ def _make_google(root: str, common: dict[str, Any]) -> Any:
         config["skip_signature"] = True
     elif token and token not in _GOOGLE_DEFAULTS:
         config["application_credentials"] = os.path.expanduser(str(token))
-    return store.GCSStore(_find_host(root), config=config, **common)  # type: ignore[arg-type]
+    return store.GCSStore(root.partition("://")[2], config=config, **common)  # type: ignore[arg-type]
 
 
 def _make_azure(root: str, common: dict[str, Any]) -> Any:
@@ -205,10 +190,6 @@ def _make_azure(root: str, common: dict[str, Any]) -> Any:
     parts = dict(part.split("=", 1) for part in text.split(";") if "=" in part)
     config = {**_rename(_CONNECTION, parts), **_rename(_AZURE, _process.options)}
     return store.AzureStore.from_url(root, config=config, **common)  # type: ignore[arg-type]
-
-
-def _find_host(root: str) -> str:
-    return root.partition("://")[2]
 
 
 MAKERS: dict[str, Callable[[str, dict[str, Any]], Any]] = {
@@ -222,14 +203,7 @@ MAKERS: dict[str, Callable[[str, dict[str, Any]], Any]] = {
 
 @contextmanager
 def explain(url: str) -> Iterator[None]:
-    """Raise obstore's errors as OSErrors with a cause and a remedy.
-
-    Raises:
-        FileNotFoundError: there is no such object, or no such bucket.
-        PermissionError: the credentials do not suffice.
-        ChangedError: the object is shorter than it was.
-        OSError: another request failed.
-    """
+    """Raise obstore's errors as OSErrors with a cause and a remedy (``_BY_TEXT``)."""
     try:
         yield
     except (exceptions.BaseError, OSError) as error:

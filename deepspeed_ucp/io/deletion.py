@@ -12,15 +12,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 @contextmanager
 def open_below(folder: str, path: str) -> Iterator[int]:
-    """Open a folder below another one without following links below ``folder``.
-
-    Args:
-        folder: may itself be reached through links.
-        path: relative to ``folder``.
-
-    Raises:
-        OSError: a part of ``path`` is missing, is a link or is not a folder.
-    """
+    """Open ``folder/path``; OSError if a part of ``path`` is a link or no folder."""
     fd = os.open(folder, _FOLDER)
     try:
         for part in [part for part in path.split("/") if part not in ("", ".")]:
@@ -42,7 +34,6 @@ def delete_files(
     A link counts as a file: the link is deleted, its target stays.
 
     Args:
-        fd: the folder, which stays.
         choose: returns True for the relative path of a file to delete.
         enter: returns True for the relative path of a folder to look into.
         above: prefix of the relative paths.

@@ -56,25 +56,17 @@ class Stored(Closing, ABC):
 
 
 class ReadStream(io.RawIOBase):
-    """A file whose header is read, as a stream over :meth:`read_at`.
-
-    Attributes:
-        size: in bytes.
-        is_remote: each small read may cost a request to a store.
-    """
+    """A file whose header is read, as a stream over :meth:`read_at`."""
 
     is_remote = False
+    """Each small read may cost a request to a store."""
 
     def __init__(self, size: int) -> None:
         self.size, self._at = size, 0
 
     @abstractmethod
     def read_at(self, nbytes: int, offset: int) -> bytes:
-        """Return bytes from ``offset`` on; fewer at the end of the file.
-
-        Raises:
-            OSError: they cannot be read.
-        """
+        """Return bytes from ``offset`` on; fewer at the end of the file."""
 
     def read_ahead(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Prefetch ranges (offset, bytes) by several reads at once."""
@@ -104,17 +96,13 @@ class ReadStream(io.RawIOBase):
 
 _AT_FAULT = (FileNotFoundError, NotADirectoryError, IsADirectoryError, ChangedError)
 _LASTING = {errno.EINVAL, errno.ELOOP, errno.EIO, errno.EBADMSG, errno.EUCLEAN}
-"""Errors of the file itself: it is not a file, or the medium or the file system has lost its bytes.
-
-EIO is one of them: bad sectors and checksum errors (btrfs, ZFS) cause it permanently, so retries would never end.
-"""
+"""Errors of the file itself. Bad sectors and checksum errors (btrfs, ZFS) cause EIO: retries would never end."""
 
 
 def explain_failure(path: str, what: str, error: OSError) -> CheckpointError:
     """Return the error for a path that cannot be ``what`` (opened, read, listed).
 
-    Returns:
-        A plain CheckpointError if it is missing or damaged, else an OutOfReachError.
+    It is a plain CheckpointError if the file is missing or damaged, else an OutOfReachError.
     """
     is_at_fault = isinstance(error, _AT_FAULT) or error.errno in _LASTING
     kind = CheckpointError if is_at_fault else OutOfReachError
@@ -151,12 +139,10 @@ class Store(ABC):
         return round(entry.changed * 1e9)
 
     def is_folder(self, path: str, /) -> bool:
-        """Return True if a path leads to a folder."""
         entry = self.find_entry(path)
         return entry is not None and entry.is_folder
 
     def is_file(self, path: str, /) -> bool:
-        """Return True if a path leads to a regular file."""
         entry = self.find_entry(path)
         return entry is not None and not entry.is_folder
 

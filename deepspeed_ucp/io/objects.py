@@ -7,9 +7,7 @@ is refused. Each answer names its version, so no further request is needed.
 from __future__ import annotations
 
 import os
-import random
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import datetime
@@ -26,11 +24,8 @@ from .memory import drop_front, take_front
 from .paths import FOLDER, Entry, find_store, normalize
 from .threads import map_threads
 
-ATTEMPTS, PAUSE = 8, 0.2
-"""Reads in a row that are cut before their first piece until a read fails, and seconds of the first pause."""
-
 _PIECE = 256 << 10
-"""Bytes that are copied to their destination at once, while a cache holds them. A read that is cut continues there."""
+"""Bytes that are copied to their destination at once, while a cache holds them."""
 
 _PART, _PARTS, _MOST_PARTS = 8 << 20, 4, 10_000
 """Bytes of a part of an upload, parts of one object in flight, and the most parts that S3 takes."""
@@ -189,31 +184,17 @@ def _read_front(url: str, most: int | None) -> tuple[bytes, Any]:
         The bytes, and the condition of a write that expects this version (obstore's ``UpdateVersion``).
     """
     client, key = connect(url)
-    limit, failures = _SMALL if most is None else most, 0
-    while True:
-        with explain(url):
-            answer = obstore.get(client, key)
-        meta, data = answer.meta, bytearray()
-        try:
-            for piece in answer.stream(_PIECE):
-                data += piece
-                if len(data) > limit:
-                    break
-        except GenericError as error:
-            failures = _pause(failures, error, url)
-        else:
-            if most is None and len(data) > limit:
-                raise OSError(f"{url}: is no small file, it has more than {limit} bytes")
-            version = {"e_tag": meta["e_tag"], "version": meta["version"]}
-            return bytes(data[:limit]), {name: value for name, value in version.items() if value is not None}
-
-
-def _pause(failures: int, error: Exception, url: str) -> int:
-    """Wait after a read that was cut; return the number of failures in a row."""
-    if failures + 1 == ATTEMPTS:
-        raise describe(error, url) from error
-    time.sleep(random.uniform(0, PAUSE * 2**failures))
-    return failures + 1
+    limit, data = _SMALL if most is None else most, bytearray()
+    with explain(url):
+        answer = obstore.get(client, key)
+        for piece in answer.stream(_PIECE):
+            data += piece
+            if len(data) > limit:
+                break
+    if most is None and len(data) > limit:
+        raise OSError(f"{url}: is no small file, it has more than {limit} bytes")
+    version = {name: answer.meta[name] for name in ("e_tag", "version")}
+    return bytes(data[:limit]), {name: value for name, value in version.items() if value is not None}
 
 
 class RemoteFile(Stored):
@@ -234,7 +215,6 @@ class RemoteFile(Stored):
         self.size, self._version = entry.size, entry.version
 
     def read(self, views: list[memoryview], offset: int) -> None:
-        """Read by one request, unless it is cut."""
         try:
             self.fill(views, offset)
         except ChangedError as error:
@@ -249,18 +229,23 @@ class RemoteFile(Stored):
         return nbytes
 
     def fill(self, views: list[memoryview], offset: int) -> None:
-        """Fill memory from byte ``offset``, continuing cut reads; the list is consumed."""
-        end, failures = offset + sum(view.nbytes for view in views), 0
+        """Fill memory from byte ``offset`` by one request; the list is consumed."""
+        end = offset + sum(view.nbytes for view in views)
         if end > self.size:
             raise ChangedError(f"ends at byte {self.size}")
-        while left := sum(view.nbytes for view in views):
-            answer = self._request(end - left, end)
-            try:
-                for piece in answer.stream(_PIECE):
-                    _take(views, memoryview(piece))
-            except GenericError as error:
-                is_stuck = sum(view.nbytes for view in views) == left
-                failures = _pause(failures if is_stuck else 0, error, self.path)
+        if end == offset:
+            return
+        answer = self._request(offset, end)
+        with explain(self.path):
+            for piece in answer.stream(_PIECE):  # obstore continues an answer that is cut, if it has an ETag
+                data = memoryview(piece)
+                while data.nbytes:
+                    count = min(views[0].nbytes, data.nbytes)
+                    views[0][:count] = data[:count]
+                    drop_front(views, count)
+                    data = data[count:]
+            if views:
+                raise OSError(f"the answer ended before byte {end}")
 
     def _request(self, low: int, high: int) -> Any:
         """Request bytes [low, high), and check the version of the answer."""
@@ -278,15 +263,6 @@ class RemoteFile(Stored):
             if now.size != self.size or (now.version or self._version) != self._version:
                 raise ChangedError(CHANGED)
         return answer
-
-
-def _take(views: list[memoryview], data: memoryview) -> None:
-    """Copy bytes to the front of the views and drop the filled part."""
-    while data.nbytes:
-        count = min(views[0].nbytes, data.nbytes)
-        views[0][:count] = data[:count]
-        drop_front(views, count)
-        data = data[count:]
 
 
 class RemoteStream(ReadStream):

@@ -65,7 +65,6 @@ class Entry:
 
     @property
     def is_folder(self) -> bool:
-        """True for a folder."""
         return self.size == FOLDER
 
 

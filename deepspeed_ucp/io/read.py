@@ -76,11 +76,7 @@ def merge_checks(checks: Iterable[Checked]) -> list[Checked]:
 
 
 class Failover:
-    """Chooses the copies of files to read; thread-safe.
-
-    Attributes:
-        failed: paths of copies that have failed and are not used again.
-    """
+    """Chooses the copies of files to read, except those that have failed; thread-safe."""
 
     def __init__(self, failed: set[str] | None = None) -> None:
         self.failed = set[str]() if failed is None else failed
@@ -93,9 +89,6 @@ class Failover:
         Args:
             copies: paths in order of preference.
             primary: the copy whose error is raised if all fail.
-
-        Raises:
-            CheckpointError, UnsupportedError: ``work`` has failed for every copy.
         """
         errors: dict[str, CheckpointError | UnsupportedError] = {}
         while True:
@@ -163,7 +156,6 @@ class RecordReader(Closing):
     A file is opened at its first read; all are closed together. A copy of a file that fails is not used again.
 
     Args:
-        records, files: tables of the source.
         checksum: compute the CRC32 of the bytes read. Without it, files that have no header CRC32 (swap files) are
             read from the first place only.
         failed: paths of copies not to be used; further ones are added.
@@ -197,7 +189,6 @@ class RecordReader(Closing):
         allow_open_files(len(files))
 
     def close(self) -> None:
-        """Close the files; no thread may be reading."""
         while self._open:
             self._open.popitem()[1].close()
 
@@ -228,7 +219,6 @@ class RecordReader(Closing):
         return groups
 
     def read_group(self, group: Sequence[Read], sinks: Sequence[Sink | None]) -> list[Checked]:
-        """Execute consecutive reads of a record."""
         file, begin = self.records.files[group[0].record], time.perf_counter()
         with self._pool.lend() as scratch:
             path, fetched = self.read_file(
@@ -286,7 +276,6 @@ class RecordReader(Closing):
             return self._open[path]
 
     def open_copy(self, path: str, file: FileRef) -> Stored:
-        """Open one copy of a file."""
         return open_stored(path, size=file.size)
 
 

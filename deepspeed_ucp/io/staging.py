@@ -33,13 +33,7 @@ def hold_lock(path: str, purpose: str) -> Iterator[None]:
     """Context in which this process holds a lock file, which is deleted at the end.
 
     The kernel releases the lock when its holder dies. On a file system without ``flock`` the existence of the file is
-    the lock; after a crash the user must remove it, as the error says.
-
-    Args:
-        purpose: work of the holder, for the error message of others.
-
-    Raises:
-        StorageError: another process holds it; the message has its host, pid and time.
+    the lock; after a crash the user must remove it, as the error says. A StorageError describes another holder.
     """
     fd = _acquire(path, purpose)
     try:
@@ -132,12 +126,10 @@ class OutputKind:
     last: tuple[str, ...] = ()
 
     def refuse_taken(self, folder: str, names: Iterable[str], *, is_ours: bool, overwrite: bool) -> None:
-        """Raise if a folder or prefix that exists may not be replaced.
+        """Raise if a folder or prefix with these entries may not be replaced.
 
         Args:
-            names: of its entries.
             is_ours: it is a complete output of this kind, or the remains of an interrupted one.
-            overwrite: an output of this kind may be replaced.
         """
         if not is_ours:
             raise StorageError(f"exists and is not {self.name}, so it stays. Write elsewhere.", path=folder)
@@ -158,10 +150,7 @@ class OutputKind:
 class Staging:
     """Writer of one output folder: rank 0 locks, begins and commits; all ranks write.
 
-    :class:`.upload.RemoteStaging` does the same for a URL.
-
-    Raises:
-        StorageError: the destination is the root or a bucket, or source and destination contain each other.
+    StorageError if the destination is the root or a bucket, or source and destination contain each other.
     """
 
     is_remote = False
@@ -181,7 +170,6 @@ class Staging:
         return os.path.join(self.parent, f".{self.name}.ucp-{suffix}")
 
     def path(self, *parts: str) -> str:
-        """Return a path in the temporary folder."""
         return os.path.join(self.folder, *parts)
 
     def scratch(self) -> AbstractContextManager[None]:
@@ -211,7 +199,6 @@ class Staging:
             delete_tree(self.aside)
 
     def check_destination(self, overwrite: bool) -> None:
-        """Raise if the destination may not be replaced."""
         if _is_vacant(self.destination):
             return
         is_ours = not os.path.islink(self.destination) and self.kind.is_one(self.destination)
@@ -255,11 +242,6 @@ class Staging:
         Args:
             latest: new content of ``latest_universal`` in the parent folder; None leaves it unchanged.
             overwrite: an output of the same kind at the destination is replaced.
-
-        Raises:
-            StorageError: the destination may not be replaced.
-            CheckpointError: the temporary folder is not complete.
-            DiskFullError: the disk is full.
         """
         if not self.kind.is_one(self.folder):
             raise CheckpointError(f"is not {self.kind.name}; it is not whole.", path=self.folder)
@@ -301,16 +283,11 @@ class Staging:
 
 
 def _is_temporary(name: str) -> bool:
-    """Return True for the name of a temporary file of this package."""
     return name.startswith(".") and name.rpartition(".ucp-")[2] in ("tmp", "halt")
 
 
 def check_apart(destination: str, real: str, source: str) -> None:
-    """Raise if source and destination contain each other.
-
-    Args:
-        real: the destination as an absolute path without links, or as a normalized URL; so is ``source``.
-    """
+    """Raise if source and destination (``real``: without links) contain each other."""
     real, source = (f"{path.rstrip('/')}/" for path in (real, source))
     if source.startswith(real):
         raise StorageError("holds the checkpoint that is read; write it elsewhere.", path=destination)

@@ -65,12 +65,7 @@ class LocalStream(ReadStream):
 
 
 class StoredFile(Stored):
-    """A local file as :class:`Stored`.
-
-    Args:
-        advice: access pattern, as of ``os.posix_fadvise``. If large reads bypass the page cache, the default becomes
-            random access: small reads cause no read-ahead.
-    """
+    """A local file as :class:`Stored`."""
 
     def __init__(self, path: str, advice: int = os.POSIX_FADV_NORMAL) -> None:
         self.path = path
@@ -148,11 +143,7 @@ class LocalStore(Store):
         return {os.path.relpath(path, folder): entry for path, entry in self._list_below(folder, frozenset())}
 
     def _list_below(self, folder: str, above: frozenset[tuple[int, int]]) -> Iterator[tuple[str, Entry]]:
-        """Yield the files below a folder, unless a link leads back up to it.
-
-        Args:
-            above: (device, inode) of the folders above.
-        """
+        """Yield the files below a folder, unless it is one of those ``above``."""
         status = os.stat(folder)
         here = status.st_dev, status.st_ino
         if here in above:

@@ -25,7 +25,6 @@ def count_threads() -> int:
 
 
 def _count_ranks() -> int:
-    """Return the number of ranks on this machine."""
     names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
     return max(int(next((value for value in map(os.environ.get, names) if value), "1")), 1)
 
@@ -53,13 +52,8 @@ def limit_torch(threads: int | None = None) -> Iterator[None]:
 def run_threads(jobs: Sequence[T], work: Callable[[Iterator[T]], None], threads: int) -> None:
     """Let threads take jobs in order; all have ended when this returns or raises.
 
-    Torch uses a single thread in each of them.
-
-    Args:
-        work: called in each thread with an iterator over its jobs.
-
-    Raises:
-        BaseException: the first error of a thread, or an interrupt; the other threads stop after their job.
+    Torch uses a single thread in each of them. ``work`` is called in each thread with an iterator over its jobs. After
+    the first error of a thread, or an interrupt, the other threads stop after their job.
     """
     turn, lock, stop = iter(jobs), threading.Lock(), threading.Event()
 

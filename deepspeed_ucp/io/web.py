@@ -14,12 +14,14 @@ from email.utils import parsedate_to_datetime
 from html.parser import HTMLParser
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
-from . import objects
 from .clients import ABSENT, connect, get_headers
 from .interface import Store
 from .objects import ObjectStore, make_version
 from .paths import FOLDER, Entry, normalize
 from .threads import map_threads
+
+ATTEMPTS, PAUSE = 8, 0.2
+"""Attempts of a request, and seconds of the first pause."""
 
 _TIMEOUT = 60.0
 _AT_ONCE = 16
@@ -121,9 +123,9 @@ def _request(method: str, url: str) -> tuple[Message, bytes]:
     """Return an answer's headers and, for an index page, its body."""
     connect(url)  # checks the options; obstore's request needs a length, which many pages lack
     request = urllib.request.Request(quote(url, safe=":/%"), method=method, headers=get_headers())
-    for attempt in range(objects.ATTEMPTS):
+    for attempt in range(ATTEMPTS):
         if attempt:
-            time.sleep(objects.PAUSE * 2 ** (attempt - 1))
+            time.sleep(PAUSE * 2 ** (attempt - 1))
         try:
             with urllib.request.urlopen(request, timeout=_TIMEOUT) as answer:
                 return answer.headers, _read_page(answer) if _is_page(answer.headers) else b""
@@ -137,4 +139,4 @@ def _request(method: str, url: str) -> tuple[Message, bytes]:
                 raise OSError(f"{reason}; SSL_CERT_FILE names further authorities") from error
             failure = error
     advice = "check the URL and the network, and try again when the server answers"
-    raise OSError(f"failed {objects.ATTEMPTS} times, at last with {failure}; {advice}") from failure
+    raise OSError(f"failed {ATTEMPTS} times, at last with {failure}; {advice}") from failure

@@ -29,22 +29,17 @@ def count_free(root: str) -> int:
 
 
 def is_safe(save: SavePart) -> bool:
-    """Return True if all destinations have all nodes' files of a save.
-
-    The part of a node without files needs no memory in any case.
-    """
-    if save.node == 0 or not save.list_files():
-        return save.is_written()
-    return save.is_written() and all(has_sealed_part(save, destination) for destination in save.destinations)
+    """Return True if all destinations have all nodes' files of a save."""
+    if not save.is_written():
+        return False
+    is_known = save.node == 0 or not save.list_files()  # a part without files needs no memory in any case
+    return is_known or all(has_sealed_part(save, destination) for destination in save.destinations)
 
 
 def is_unneeded(save: SavePart, saves: Iterable[SavePart], *, is_dead: bool) -> bool:
-    """Return True if a save or a copy in memory may be deleted.
-
-    All destinations have it, or a later save replaces it.
+    """Return True if all destinations have a save or copy, or ``saves`` replace it.
 
     Args:
-        saves: saves of its job that may replace it.
         is_dead: the job has ended. The first node may not have published the save, and the later save may lack the part
             of another node. For a running job no destination is read: training must not wait for a slow one.
     """
@@ -59,9 +54,7 @@ def is_unneeded(save: SavePart, saves: Iterable[SavePart], *, is_dead: bool) -> 
 
 
 def free_unwanted(job: Job, *, is_agreed: bool) -> None:
-    """Free unneeded older saves of a running job.
-
-    The save that is being copied and the last fully copied one stay.
+    """Free a running job's unneeded saves, except those that are or were last copied.
 
     Args:
         is_agreed: all nodes have recorded the newest save. Else it replaces none, unless there is only one node.
@@ -74,40 +67,27 @@ def free_unwanted(job: Job, *, is_agreed: bool) -> None:
 
 
 def _list_unneeded(job: Job, is_replaced: Callable[[SavePart], bool] = lambda _: False) -> list[SavePart]:
-    """Return a dead job's unneeded saves, and unneeded copies.
-
-    A copy is also unneeded if the save that it belongs to is.
+    """Return a dead job's unneeded saves with their copies, and unneeded copies.
 
     Args:
         is_replaced: returns True if a save of a running job replaces a save or a copy.
     """
-    saves = job.list_saves()
-    spare = [save for save in saves if is_replaced(save) or is_unneeded(save, saves, is_dead=True)]
-    keys = {save.key for save in spare}
-    return spare + [
-        copy
-        for copy in job.list_copies()
-        if copy.key in keys or is_replaced(copy) or is_unneeded(copy, saves, is_dead=True)
-    ]
+    saves, keys, spare = job.list_saves(), set[tuple[str, int]](), list[SavePart]()
+    for save in [*saves, *job.list_copies()]:
+        if save.key in keys or is_replaced(save) or is_unneeded(save, saves, is_dead=True):
+            spare.append(save)
+            keys.add(save.key)
+    return spare
 
 
 class MemoryBudget:
-    """Frees memory on this node for the running job's next save.
-
-    Attributes:
-        root: folder of all jobs.
-        needed: bytes of the job's next save on this node.
-    """
+    """Frees memory on this node for a running job's next save of ``needed`` bytes."""
 
     def __init__(self, job: Job, needed: int) -> None:
         self.root, self.job, self.needed = os.path.dirname(job.folder), job, needed
 
     def make_room(self) -> str:
-        """Delete unneeded saves, dead jobs' first, until the next one fits.
-
-        Returns:
-            The reason why it still does not fit, or an empty string.
-        """
+        """Delete unneeded saves, dead jobs' first; return why the next does not fit."""
         for job in list_dead(self.root) if not self._is_enough() else ():
             self._remove(_list_unneeded(job))
         if self.free_older():
@@ -154,12 +134,7 @@ class MemoryBudget:
             logger.info("%s: removed to make room, %s%s of %s", save.folder, part, save.tag, save.save_dir)
 
     def drop_dead(self, save_dir: str, tag: str, *, is_snapshot: bool) -> None:
-        """Delete dead jobs' unneeded saves, and those that this job's save replaces.
-
-        Args:
-            tag: tag of this job's save.
-            is_snapshot: this job's save is a snapshot, in memory alone.
-        """
+        """Delete dead jobs' unneeded saves, and those that this job's save replaces."""
         folder = locate(save_dir)
 
         def is_replaced(save: SavePart) -> bool:

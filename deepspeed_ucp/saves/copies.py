@@ -122,30 +122,22 @@ class Peer:
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection."""
         self._connection.close()
         self._sock.close()
 
     def send(self, data: bytes | memoryview) -> None:
-        """Send a message."""
         self._connection.send_bytes(data)
 
     def receive(self, most: int) -> bytes:
-        """Receive a message of at most ``most`` bytes."""
         data = self._connection.recv_bytes(most)
         self.received = time.monotonic()
         return data
 
     def reply(self, *, wanted: bool = False, why: str = "") -> None:
-        """Send a reply."""
         self.send(_Reply(wanted=wanted, why=why).model_dump_json().encode())
 
     def receive_reply(self) -> _Reply:
-        """Receive a reply.
-
-        Raises:
-            StorageError: the receiver refuses the save.
-        """
+        """Receive a reply; StorageError if the receiver refuses the save."""
         reply = _Reply.model_validate_json(self.receive(_LONGEST))
         if reply.why:
             raise StorageError(reply.why)
@@ -164,11 +156,7 @@ class Peer:
         self.send(crc.to_bytes(_CRC, "big"))
 
     def receive_file(self, path: str, size: int) -> None:
-        """Receive a file.
-
-        Raises:
-            StorageError: its size or CRC32 is wrong.
-        """
+        """Receive a file; StorageError if its CRC32 is wrong."""
         fd, crc, at = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), 0, 0
         try:
             while at < size:
@@ -203,7 +191,6 @@ class Replicator:
         self._ended = 0.0  # time when the job ended; 0 before
 
     def start(self) -> None:
-        """Send and receive in the background."""
         threading.Thread(target=self._serve, daemon=True, name="copies").start()
         threading.Thread(target=self._send_all, daemon=True, name=f"copies to {self.target}").start()
 
@@ -264,11 +251,7 @@ class Replicator:
         return None
 
     def _send(self, save: SavePart) -> dict[str, str]:
-        """Send a save; return its marks as sent.
-
-        Raises:
-            _FAULTS: it did not arrive completely.
-        """
+        """Send a save; return its marks as sent."""
         state = save.read_state()
         done, has_it = state["done"], state["copied"].get(str(self.target))
         files = None if has_it else [_look_at(save.folder, path) for path in save.list_files()]
@@ -298,7 +281,6 @@ class Replicator:
                 save.note("copied", {str(self.target): ""})
 
     def _warn(self, about: str, text: str) -> None:
-        """Log each fault once."""
         if self._logged.get(about) != text:
             self._logged[about] = text
             logger.warning("%s", escape(text))
@@ -329,11 +311,7 @@ class Replicator:
             sock.close()
 
     def _receive(self, peer: Peer) -> None:
-        """Receive a save if it is wanted.
-
-        Raises:
-            _FAULTS: it did not arrive completely; the received part is deleted.
-        """
+        """Receive a save if it is wanted; after an error the received part is deleted."""
         try:
             parcel = _Parcel.model_validate_json(peer.receive(_LONGEST))
             self._check(parcel)
@@ -374,11 +352,7 @@ class Replicator:
         peer.reply()
 
     def _check(self, parcel: _Parcel) -> None:
-        """Validate a description.
-
-        Raises:
-            StorageError: it is not of a save of this job's source, or a path leads elsewhere.
-        """
+        """Raise StorageError for another source's save, or a path that leads elsewhere."""
         save = parcel.save
         if (save.job, save.nodes, save.node) != (self.job.name, self.nodes, self.source):
             raise StorageError("it is not from the node of this job that sends here")

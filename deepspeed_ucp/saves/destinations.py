@@ -43,16 +43,10 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 
 
 def write_save(save: SavePart, destination: str, wait: float) -> str:
-    """Write this node's part of a save to a destination.
+    """Write this node's part of a save to a destination; return its mark.
 
-    The first node then waits for the others, seals the folder and publishes it. It deletes replaced and abandoned
-    folders, and updates ``latest``.
-
-    Args:
-        wait: seconds that other nodes may take longer.
-
-    Returns:
-        On the first node the save's mark (:func:`find_mark`); on others :data:`_NO_MARK`.
+    The first node then waits up to ``wait`` seconds for the others, seals the folder and publishes it. It deletes
+    replaced and abandoned folders, and updates ``latest``. Other nodes return :data:`_NO_MARK`.
 
     Raises:
         UcpError: another node has not written in time, or the files do not belong together.
@@ -120,10 +114,8 @@ def _put_part(save: SavePart, folder: str) -> list[str]:
 def _seal(folder: str, names_here: Iterable[str]) -> None:
     """Seal the temporary folder of a save.
 
-    If its files do not belong together, delete this node's files and raise, so that the next attempt writes them again.
-
-    Args:
-        names_here: names of this node's files.
+    If its files do not belong together, delete this node's files (``names_here``) and raise, so that the next attempt
+    writes them again.
     """
     try:
         seal_folder(folder, Comm())
@@ -134,11 +126,7 @@ def _seal(folder: str, names_here: Iterable[str]) -> None:
 
 
 def wait_until(look: Callable[[], T | None], wait: float, explain: Callable[[], str], folder: str) -> T:
-    """Return the first result of ``look`` that is not None, with pauses between calls.
-
-    Raises:
-        StorageError: it returned None for ``wait`` seconds.
-    """
+    """Return the first non-None result of ``look``; StorageError after ``wait``."""
     end, pause = time.monotonic() + wait, _FIRST_PAUSE
     while (result := look()) is None:
         if time.monotonic() > end:
@@ -149,7 +137,6 @@ def wait_until(look: Callable[[], T | None], wait: float, explain: Callable[[], 
 
 
 def _read_latest(destination: str) -> bytes | None:
-    """Return the content of a destination's ``latest``, or None."""
     try:
         return read_small(os.path.join(destination, LATEST))
     except (FileNotFoundError, NotADirectoryError):
@@ -157,12 +144,9 @@ def _read_latest(destination: str) -> bytes | None:
 
 
 def _update_latest(save: SavePart, destination: str, named: bytes | None) -> None:
-    """Let ``latest`` name a save, if it is to be named.
+    """Let ``latest``, which had the content ``named`` before the write, name a save.
 
     ``latest`` stays if it meanwhile names a save of a later step, or if a later job has saved.
-
-    Args:
-        named: its content before the save was written.
     """
     if not save.latest or list_later(save):
         return
@@ -190,7 +174,6 @@ def find_mark(destination: str, tag: str) -> str:
 
 
 def _make_mark(folder: str, entries: Mapping[str, Entry]) -> str:
-    """Return the mark of a sealed folder with these files."""
     described = [read_seal(os.path.join(folder, SEAL)).digest, sorted(_fingerprint_files(entries).items())]
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()
 
@@ -206,10 +189,7 @@ def has_begun(save: SavePart, destination: str) -> bool:
 
 
 def has_sealed_part(save: SavePart, destination: str) -> bool:
-    """Return True if the seal of a save's tag lists this node's state files.
-
-    It must list them with the sizes and header CRCs that they have in memory. False without state files.
-    """
+    """Return True if a tag's seal lists this node's state files as they are in memory."""
     memory = os.path.join(save.folder, save.tag)
     try:
         sealed = read_seal(os.path.join(resolve_published(os.path.join(destination, save.tag)), SEAL)).files
@@ -226,7 +206,6 @@ def find_permanent_error(save: SavePart, error: Exception, *, is_repeated: bool 
     """Return the error that no retry of writing a save can mend, or None.
 
     Args:
-        error: raised by :func:`write_save`.
         is_repeated: the attempt before, after which this node has written its files again, raised the same.
     """
     if isinstance(error, (UnsupportedError, TagTakenError)):
@@ -247,10 +226,7 @@ def find_permanent_error(save: SavePart, error: Exception, *, is_repeated: bool 
 
 
 def delete_coordination_files(save: SavePart, destination: str) -> None:
-    """Delete a save's coordination files, on the first node.
-
-    Call it after the save is recorded as complete.
-    """
+    """Delete a recorded save's coordination files on the first node."""
     if save.node:
         return
     tag = make_tag(save, destination)
@@ -286,7 +262,6 @@ def delete_old_tags(
     The tag in ``latest`` is never deleted. If a removal fails or is interrupted, the next call completes it.
 
     Args:
-        keep: number of tags to keep; None keeps all.
         written: by tag, in the order of writing. A tag that has another mark now is another job's and stays.
         record: stores the remaining tags, before a tag is removed and at the end.
     """

@@ -28,14 +28,10 @@ _SMALL = 1 << 16
 
 
 class MappedFiles:
-    """Files in memory that this process has mapped.
+    """Files in memory that this process has mapped, if ``wanted``.
 
-    Overwriting a mapping copies once, a system call copies twice.
-
-    A mapping keeps the memory of a file without a name until :meth:`tidy`.
-
-    Args:
-        wanted: files are mapped at all.
+    Overwriting a mapping copies once, a system call copies twice. A mapping keeps the memory of a file without a name
+    until :meth:`tidy`.
     """
 
     def __init__(self, *, wanted: bool) -> None:
@@ -43,7 +39,6 @@ class MappedFiles:
         self._mapped = dict[tuple[int, int], tuple[int, NDArray[np.uint8]]]()
 
     def find(self, fd: int) -> NDArray[np.uint8] | None:
-        """Return the mapped bytes of a file, or None."""
         status = os.fstat(fd)
         return self._mapped.get((status.st_dev, status.st_ino), (0, None))[1]
 
@@ -86,10 +81,7 @@ class StateFile(RecordWriter):
             super().write_record(name, data.encode() if isinstance(data, str) else data, nbytes)
 
     def write_record_metadata(self, name: str, _: int) -> None:
-        """Write a storage whose bytes torch skips.
-
-        torch would copy a GPU's storage whole, and wait for the copy.
-        """
+        """Write a storage; torch would copy a GPU's whole, and wait for the copy."""
         storage = self._storages[name.rpartition("/")[2]]
         self.write_pieces(name, _read_pieces(storage), storage.nbytes())
 
@@ -113,13 +105,7 @@ class StateFile(RecordWriter):
 
 
 def save_over(value: Any, path: str, mapped: MappedFiles) -> None:
-    """Do what ``torch.save(value, path)`` does, and overwrite the file at the path.
-
-    The file's pages are reused.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Do what ``torch.save(value, path)`` does, and reuse the pages of the file there."""
     save: Any = getattr(torch.serialization, "_save", None)  # torch's serializer for any writer
     if save is None:
         torch.save(value, path)

@@ -54,11 +54,7 @@ def restore_times() -> None:
 
 @contextmanager
 def guard(module: ModuleType, marker: str, *, coming: bool = False) -> Iterator[None]:
-    """Let a module's ``shutil.rmtree`` remove trainers' folders only if that is safe.
-
-    Args:
-        marker, coming: see :func:`remove_when_safe`.
-    """
+    """Let a module's ``shutil.rmtree`` do the same as :func:`remove_when_safe`."""
 
     def rmtree(path: Any, *args: Any, **more: Any) -> None:
         def remove() -> None:
@@ -136,7 +132,6 @@ def _is_needed(folder: str, marker: str, *, coming: bool = False) -> bool:
 
 
 def _find_step(folder: str, marker: str) -> int | None:
-    """Return the step of the complete save in a folder, or None."""
     try:
         named = os.path.join(folder, read_tag(os.path.join(folder, LATEST)))
         is_there = os.path.isdir(named) and os.path.exists(os.path.join(folder, marker))

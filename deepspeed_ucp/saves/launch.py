@@ -30,11 +30,7 @@ _SOURCE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file
 
 
 class WriterPipe:
-    """The pipe to the writer of this process's job; starts the writer when needed.
-
-    Attributes:
-        neighbours: nodes with copies of the saves.
-    """
+    """The pipe to the writer of this process's job; starts the writer when needed."""
 
     def __init__(self, job: Job, config: UniversalConfig) -> None:
         self.job, self.config = job, config
@@ -72,12 +68,7 @@ def start_writer(job: Job, config: UniversalConfig, neighbours: Neighbours | Non
     ``-P``, and no relative entries of ``PYTHONPATH``. It inherits the lock of the log: :func:`is_locked` is True from
     here to its end. If an older writer has the lock, it waits for that one to end.
 
-    Args:
-        config: its ``storage_options`` may hold secrets and go through the pipe only.
-        neighbours: nodes with copies of the saves; their secret goes through the pipe too.
-
-    Returns:
-        The pipe to its standard input.
+    The ``storage_options`` and the neighbours' settings may hold secrets and go through the returned pipe only.
     """
     command = [sys.executable, "-P", "-m", f"{__package__}.writer", job.folder]
     searched = [_SOURCE, *filter(os.path.isabs, os.environ.get(_PYTHONPATH, "").split(os.pathsep))]
@@ -122,14 +113,11 @@ def wait_until_written(
     is_wanted: Callable[[str], bool] = lambda _: True,
     is_enough: Callable[[], bool] | None = None,
 ) -> bool:
-    """Wait at most ``seconds`` until jobs have no pending saves or no running writer.
+    """Wait until jobs have no pending saves (True) or no running writer, or a timeout.
 
     Args:
         is_wanted: returns True for a destination whose saves are waited for.
         is_enough: ends the wait too. Then each written save extends it.
-
-    Returns:
-        True if every destination has its saves.
     """
     end, before = time.monotonic() + seconds, ""
     while True:

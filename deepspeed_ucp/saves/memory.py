@@ -54,10 +54,7 @@ class SavePart:
 
     Attributes:
         job: name of the job, the same on all nodes.
-        number: number of the save in its job.
         save_dir: folder that the script named, as returned by :func:`locate`.
-        tag: tag of the save.
-        step: global step of the engine.
         latest: ``latest`` must name it.
         node, nodes: number of the node, and of all nodes.
         destinations: by folder of tags or its URL the number of this job's saves to keep there; None keeps all. A
@@ -105,9 +102,7 @@ class SavePart:
 
     def find_failure(self, destination: str) -> str:
         """Return the last error of writing it to a destination, or an empty string."""
-        state = self.read_state()
-        fault: str = state["refused"].get(destination) or state["failed"].get(destination, "")
-        return fault
+        return self.read("refused").get(destination) or self.read("failed").get(destination, "")
 
     def is_written(self) -> bool:
         """Return True if it has destinations and all of them have it."""
@@ -124,7 +119,6 @@ class SavePart:
         return os.path.join(self.folder, f"{_STATE}{self.node}.json")
 
     def read(self, kind: str) -> dict[str, str]:
-        """Return an object of the state."""
         return self.read_state()[kind]
 
     def read_state(self) -> dict[str, dict[str, Any]]:
@@ -149,7 +143,6 @@ class SavePart:
             os.fsync(file)
 
     def is_copy(self) -> bool:
-        """Return True if it is a copy of another node's part."""
         return _COPY.fullmatch(os.path.basename(self.folder)) is not None
 
     def is_recorded(self) -> bool:
@@ -157,11 +150,7 @@ class SavePart:
         return bool(self.read("save"))
 
     def write_record(self) -> None:
-        """Sync its files and record that it is complete on this node.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Sync its files and record that it is complete on this node."""
         sync_tree(self.folder)  # a folder on a disk outlives a reboot
         Path(self._state).touch(0o600)
         self.note("save", asdict(replace(self, folder="")))
@@ -172,9 +161,9 @@ class SavePart:
         delete_own(self.folder)
 
     def recycle(self) -> None:
-        """Delete it, but keep its files for the next save to overwrite.
+        """Delete it; its files stay for the next save, since new pages are slower.
 
-        Overwriting is faster than allocating new pages. If there are such files already, it is deleted with its files.
+        If there are such files already, it is deleted with its files.
         """
         self._forget()
         try:
@@ -215,7 +204,6 @@ class Job:
         _own.add(self.folder)
 
     def disown(self) -> None:
-        """Unlock the folder."""
         if self._lock_fd is not None:
             fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
             self._close()
@@ -227,11 +215,9 @@ class Job:
             self._lock_fd = None
 
     def is_there(self) -> bool:
-        """Return True if the folder exists."""
         return os.path.exists(os.path.join(self.folder, _OWNER))
 
     def is_own(self) -> bool:
-        """Return True if it is a job of this process."""
         return self.folder in _own
 
     def is_owned(self) -> bool:
@@ -254,15 +240,10 @@ class Job:
         write_atomically(os.path.join(self.folder, name), json.dumps(record).encode())
 
     def find_folder(self, number: int) -> str:
-        """Return the path of a save's folder."""
         return os.path.join(self.folder, f"{number:08d}")
 
     def reserve(self, number: int, node: int) -> None:
-        """Make the folder of a save, with room for its state.
-
-        Raises:
-            OSError: the folder exists, or there is no room.
-        """
+        """Make the new folder of a save, with room for its state."""
         os.makedirs(folder := self.find_folder(number), mode=0o700)
         Path(folder, f"{_STATE}{node}.json").write_bytes(b"\n" * _RESERVED)
 
@@ -275,7 +256,6 @@ class Job:
         return [save for number in self.list_numbers() for save in _read_records(self.find_folder(number))]
 
     def find_copy(self, node: int, number: int) -> str:
-        """Return the path of the folder for a copy of another node's part of a save."""
         return os.path.join(self.folder, f"copy-{node}-{number:08d}")
 
     def list_copies(self) -> list[SavePart]:
@@ -284,17 +264,12 @@ class Job:
         return [copy for name in names for copy in _read_records(os.path.join(self.folder, name))]
 
     def reuse(self, path: str) -> None:
-        """Rename the spare save's file of the same name to ``path``, to be overwritten.
-
-        Args:
-            path: path in a tag's folder that does not exist yet.
-        """
+        """Rename the spare save's file of the same name to ``path``, to be overwritten."""
         for tag in _list(self.spare):
             with suppress(OSError):
                 os.rename(os.path.join(self.spare, tag, os.path.basename(path)), path)
 
     def drop_spare(self) -> None:
-        """Delete the files that are kept for the next save to overwrite."""
         delete_own(self.spare)
 
     def holds_none(self) -> bool:
@@ -318,11 +293,7 @@ class Job:
 def find_root(memory: str) -> str:
     """Return this user's folder in a folder of memory; create it if needed.
 
-    Saves in it are loaded and removed, so no other user may write there.
-
-    Raises:
-        ConfigError: a variable is not set.
-        StorageError: it is not a folder, belongs to another user, or has a mode other than 0700.
+    Saves in it are loaded and removed, so a folder where other users may write is a StorageError.
     """
     named = os.path.expanduser(os.path.expandvars(memory))
     if "$" in named:
@@ -347,9 +318,9 @@ def find_root(memory: str) -> str:
 
 
 def list_owners(memory: str, comm: Comm) -> list[int]:
-    """Return for each rank the rank that owns its folder in memory (collective).
+    """Return by rank the first rank that shares its folder in memory (collective).
 
-    It is the first rank that shares the folder. Local ranks may differ: they depend on the launcher.
+    Local ranks may differ: they depend on the launcher.
     """
 
     def look() -> tuple[str, int, int]:
@@ -445,10 +416,9 @@ def _merge(data: bytes, path: str) -> dict[str, dict[str, Any]]:
 
 
 def _list(folder: str) -> list[str]:
-    try:
+    with suppress(FileNotFoundError, NotADirectoryError):
         return os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+    return []
 
 
 def is_locked(job: Job) -> bool:

@@ -88,7 +88,6 @@ class Tag:
         self.published = self.final
 
     def _set_paths(self, prefix: str) -> None:
-        """Set the paths of the temporary folder and of the record."""
         self.temporary = f"{prefix}{UPLOAD}{self.save.job}-{self.save.number}"
         self.record = f"{prefix}{WRITTEN}{self.save.job}-{self.save.number}-begun"
 
@@ -99,22 +98,15 @@ class Tag:
     def check_published(self, before: str) -> bool:
         """Return True if this save is already published.
 
+        In a store the first node raises TagTakenError if another job has published the tag.
+
         Args:
             before: result of :meth:`identify` when the writing began.
-
-        Raises:
-            TagTakenError: in a store, for the first node: another job has published the tag. The temporary folder is
-                deleted.
         """
         return os.path.exists(os.path.join(self.final, name_node_file(self.save, self.save.node)))
 
     def publish(self, before: str) -> None:
-        """Publish the temporary folder as the tag.
-
-        Raises:
-            TagTakenError: another job has published the tag meanwhile.
-            StorageError: the store refuses although the tag is as it was.
-        """
+        """Publish the tag; TagTakenError if another job has published it meanwhile."""
         if not _publish_folder(self.temporary, self.final, before):
             raise self.give_up("another job")
 
@@ -159,20 +151,18 @@ class Tag:
             before: another job's leftover is abandoned if it was last changed before this time. A folder that is the
                 only complete save is kept.
         """
-        job, number = f"{self.save.job}-", owner.removeprefix(f"{self.save.job}-").partition("-")[0]
+        job = f"{self.save.job}-"
         if owner.startswith(job):
-            return number.isdecimal() and int(number) < self.save.number and int(number) not in self._find_pending()
+            number = owner.removeprefix(job).partition("-")[0]
+            # Other nodes may have written their parts of pending saves, which they do only once.
+            saves = Job(os.path.dirname(self.save.folder)).list_saves()
+            pending = {save.number for save in saves if self.destination in save.list_pending()}
+            return number.isdecimal() and int(number) < self.save.number and int(number) not in pending
         entry = find_entry(path)
         tree = list_tree(path) if entry is not None and entry.is_folder else {}
         changed = max((seen.changed for seen in (entry, *tree.values()) if seen is not None), default=0.0)
         is_only = SEAL in tree and bool(tag) and not exists(os.path.join(os.path.dirname(path), tag))
         return 0 < changed < before and not is_only
-
-    def _find_pending(self) -> set[int]:
-        """Return the numbers of the job's saves that are pending for this destination."""
-        # Other nodes may have written their parts, which they do only once.
-        saves = Job(os.path.dirname(self.save.folder)).list_saves()
-        return {save.number for save in saves if self.destination in save.list_pending()}
 
 
 def make_tag(save: SavePart, destination: str) -> Tag:
@@ -233,9 +223,6 @@ def _publish_folder(new: str, final: str, before: str) -> bool:
     """Rename ``new`` to ``final``, or exchange them; False if another job was faster.
 
     Afterwards the replaced folder is at the path ``new``, or at ``new`` with the suffix ``_OLD``.
-
-    Args:
-        before: result of :func:`_identify` when the writing began.
     """
     with _lock_folder(os.path.dirname(final)):
         now = _identify(final)
@@ -338,7 +325,6 @@ class _StoreTag(Tag):
 
 
 def _parse(pointer: str, path: str) -> dict[str, Any]:
-    """Return the content of a ``ucp_published.json``; empty if it is damaged."""
     with suppress(CheckpointError):
         return dict(parse_json(pointer.encode() or b"{}", path))
     return {}
@@ -357,12 +343,8 @@ def remove_tag(destination: str, tag: str) -> None:
     """Delete a save's files, and its folder if it is empty afterwards.
 
     If ``ucp_published.json`` names a folder below the tag, that folder is deleted after the file. No link below the
-    destination is followed; a link that has the name of a save's file is deleted, its target stays. The order: the
-    seal, files with the step, which every load needs, state files last. So no load takes the rest of a tag for complete
-    after an interruption.
-
-    Args:
-        destination: the folder or URL that holds the tag.
+    destination is followed; a link that has the name of a save's file is deleted, its target stays. The order
+    (``_TURNS``) lets no load take the rest of a tag for complete after an interruption.
 
     Raises:
         OSError: a file cannot be deleted, or the tag's folder is reached through a link.
@@ -400,11 +382,7 @@ def _sync(fd: int) -> None:
 
 
 def remove_tree(destination: str, path: str) -> None:
-    """Delete a file or a folder below a destination; no link below it is followed.
-
-    Raises:
-        OSError: something cannot be deleted.
-    """
+    """Delete a file or a folder below a destination; no link below it is followed."""
     folder = os.path.join(destination, path)
     if is_url(destination):
         remove(folder)

@@ -95,7 +95,6 @@ class Saver:
         atexit.register(self.close)
 
     def is_lost(self) -> bool:
-        """Return True if this job's folder was deleted."""
         return self.is_owner and not self.job.is_there()
 
     def release(self) -> None:
@@ -108,12 +107,10 @@ class Saver:
         self.job.disown()
 
     def claim(self, save_dir: str, tag: str, step: int) -> None:
-        """Reserve a tag in the folder that the script named and in all destinations.
+        """Reserve a tag in the script's folder and all destinations.
 
-        Rank 0 warns once if another engine has saved the same step to the same folder and tag.
-
-        Raises:
-            StorageError: one of them has the save of another folder under this tag.
+        StorageError if one of them has another folder's save under this tag. Rank 0 warns once if another engine has
+        saved the same step to the same folder and tag.
         """
         folder, owner = locate(save_dir), (self.job.name, step)
         for destination in {folder, *(locate(tier.place) for tier in self.options.to)}:
@@ -135,10 +132,7 @@ class Saver:
         return self.job.find_folder(self.number)
 
     def write_file(self, state_dict: Any, path: str) -> None:
-        """Do what ``torch.save`` does, overwriting files that an older save has left.
-
-        An error is kept until the end of the save: raised here, it would leave other ranks in DeepSpeed's barrier.
-        """
+        """Do what ``torch.save`` does; keep an error: other ranks wait in a barrier."""
         if self.failed:
             return
         try:
@@ -159,13 +153,10 @@ class Saver:
             return destination
 
     def begin(self, *, waits: bool = False) -> str:
-        """Create the folder of the next save, on the node's first rank.
+        """Create the folder of the next save (first rank); return why it does not fit.
 
         Args:
             waits: wait for the memory of pending saves, as long as one is written within each ``wait_s``.
-
-        Returns:
-            An error message if there is no room for it, else an empty string.
 
         Raises:
             StorageError: pending saves hold the memory, and none was written in ``wait_s``.
@@ -227,14 +218,7 @@ class Saver:
             self.budget.drop_dead(save_dir, tag, is_snapshot=is_snapshot)
 
     def check_pending(self, why: str) -> None:
-        """Refuse a save outside of memory while saves that would replace it are pending.
-
-        Args:
-            why: reason why memory does not take the save.
-
-        Raises:
-            StorageError: saves are pending.
-        """
+        """Raise StorageError if saves are pending, with the reason for a direct save."""
         if late := describe_late(self.job.list_saves()):
             log = os.path.join(self.job.folder, "log")
             raise StorageError(
@@ -249,45 +233,43 @@ class Saver:
         if self.is_lost():
             why = f"{self.job.folder} was removed, perhaps before it was written"
             missing |= dict.fromkeys(self._requested.values(), why)
-        for save in self._look_late():
-            for destination in save.list_lacking():
-                why = save.find_failure(destination) or f"see {self.job.folder}/log"
-                missing[save.tag] = f"missing at {destination} ({why})"
+        for destination, faults in self._find_late().items():
+            for tag, fault in faults.items():
+                missing[tag] = f"missing at {destination} ({fault or f'see {self.job.folder}/log'})"
         return missing
 
     def warn_late(self) -> None:
         """Warn once about each destination that lacks a save, until it has all of them."""
-        late = defaultdict[str, list[SavePart]](list)
-        for save in self._look_late():
-            for destination in save.list_lacking():
-                late[destination].append(save)
+        late = self._find_late()
         self._logged = {destination: fault for destination, fault in self._logged.items() if destination in late}
-        for destination, saves in late.items():
-            fault = next(filter(None, (save.find_failure(destination) for save in saves)), "")
+        for destination, faults in late.items():
+            fault = next(filter(None, faults.values()), "")
             if self._logged.get(destination) != fault:
                 self._logged[destination] = fault
-                tags, why = ", ".join(save.tag for save in saves), fault or f"see {self.job.folder}/log"
-                logger.warning("%s still lacks %s, which memory holds: %s", destination, tags, why)
+                why = fault or f"see {self.job.folder}/log"
+                logger.warning("%s still lacks %s, which memory holds: %s", destination, ", ".join(faults), why)
 
-    def _look_late(self) -> list[SavePart]:
-        """Return the saves in memory, and note which ones of the script are written."""
-        saves = self.job.list_saves() if self.is_owner else []
+    def _find_late(self) -> dict[str, dict[str, str]]:
+        """Return by destination the lacking tags, with faults; note which are written."""
+        late, lacking = defaultdict[str, dict[str, str]](dict), set[int]()
+        for save in self.job.list_saves() if self.is_owner else ():
+            for destination in save.list_lacking():
+                late[destination][save.tag] = save.find_failure(destination)
+                lacking.add(save.number)
         if not self.is_lost():
-            lacking = {save.number for save in saves if save.list_lacking()}
             self._requested = {number: tag for number, tag in self._requested.items() if number in lacking}
-        return saves
+        return late
 
     def wait(self, is_enough: Callable[[], bool] | None = None) -> bool:
         """Wait at most ``wait_s`` for this node's saves; see :func:`wait_until_written`."""
-        jobs = [self.job] if self.is_owner else []
-        return wait_until_written(lambda: jobs, self.options.wait_s, is_enough=is_enough)
+        return wait_until_written(lambda: [self.job], self.options.wait_s, is_enough=is_enough)
 
     def finish(self, is_enough: Callable[[], bool] | None = None) -> bool:
         """Wait as :meth:`wait` does; a writer that was killed is restarted first."""
         if list_late(self.job.list_saves()):
             self.writer.notify()
         is_written = self.wait(is_enough)
-        self._look_late()
+        self._find_late()
         if is_written:
             self.warn_late()  # about saves that the writer has given up
         return is_written
@@ -415,11 +397,7 @@ def _write_quickly(engine: Any, saver: Saver, write: Callable[..., Any], comm: C
 def _write_slowly(
     saver: Saver, save_dir: str, tag: str, why: str, write: Callable[[str], Any], comm: Comm, *, is_snapshot: bool
 ) -> Any:
-    """Save without memory, while training waits (collective).
-
-    Raises:
-        StorageError: it is a snapshot, DeepSpeed cannot write to the folder, or saves stay pending; on all ranks.
-    """
+    """Save without memory while training waits, or raise on all ranks (collective)."""
 
     def check() -> None:
         if is_snapshot or is_url(save_dir):
@@ -440,10 +418,8 @@ def finish_saves(engine: Any, *, required: bool = False) -> None:
     """Wait up to ``wait_s`` until every destination has the saves (collective).
 
     Args:
-        required: raise an error if a destination lacks a save of the script; a trainer removes older ones next.
-
-    Raises:
-        StorageError: a required save is missing; the same on every rank.
+        required: raise StorageError on all ranks if a destination lacks a save of the script; a trainer removes older
+            ones next.
     """
     saver = find_state(engine).saver
 

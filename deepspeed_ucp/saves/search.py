@@ -86,7 +86,6 @@ def search_memory(
     """Like :func:`find_in_memory`, but read-only (collective).
 
     Args:
-        root: folder of the jobs in memory (:func:`~.memory.find_root`).
         also: further folders that the load reads.
         is_owner: this rank reads its node's memory for all ranks of the node.
     """
@@ -155,10 +154,7 @@ def _find_stored(folders: Sequence[str], tag: str | None) -> tuple[str, str | No
 
 
 def _find_mark(save: SavePart, marked: Mapping[tuple[str, int], _Marked], folder: str) -> str | None:
-    """Return the mark of a save in a folder.
-
-    A save that was dropped for later ones counts as pending unless one of them has been written there.
-    """
+    """Return a save's mark; one dropped for later, unwritten saves counts as pending."""
     key = locate(folder)
     mark = marked[save.key][1].get(key)
     if mark != "":
@@ -175,8 +171,7 @@ def _precedes(
     """Return True if a load prefers the save in memory to the stored checkpoint.
 
     A written save precedes it only while the folder names the save and has its seal: a user who writes another tag into
-    ``latest``, or other files under this tag, wants those. A missing folder has no checkpoint. Of equal steps the save
-    in memory is taken.
+    ``latest``, or other files under this tag, wants those. Of equal steps the save in memory is taken.
 
     Args:
         stored: tag of the checkpoint in the folder, or None.
@@ -223,7 +218,7 @@ def is_root(folder: str) -> bool:
 def open_memory(memory: str) -> str | None:
     """Return this user's folder in a folder of memory, or None if no user has one."""
     folder = os.path.expanduser(os.path.expandvars(memory))  # as `find_root` does
-    is_there = any(map(_ROOT.fullmatch, os.listdir(folder))) if os.path.isdir(folder) else False
+    is_there = os.path.isdir(folder) and any(map(_ROOT.fullmatch, os.listdir(folder)))
     return find_root(memory) if is_there else None
 
 
@@ -231,7 +226,6 @@ def list_in_memory(root: str, folder: str | None = None) -> list[HeldSave]:
     """List the saves in this node's memory, the oldest job first (read-only).
 
     Args:
-        root: folder of the jobs in memory.
         folder: only saves to this folder, to its direct subfolders, or with this tag folder; None for all.
     """
     parts = defaultdict[tuple[str, tuple[str, int]], list[SavePart]](list)
@@ -263,10 +257,7 @@ def list_load_dirs(save: SavePart) -> list[str]:
 
 
 def _find_load_dir(save: SavePart, folder: str) -> str | None:
-    """Return the load folder of a save that a folder names, or None.
-
-    A folder names itself, its direct subfolders, and the folder above it if it is the save's tag folder.
-    """
+    """Return the load folder of a save that is, lies in, or has as a tag the folder."""
     for candidate in list_load_dirs(save):
         if folder in (candidate, os.path.dirname(candidate), f"{candidate}/{save.tag}"):
             return candidate

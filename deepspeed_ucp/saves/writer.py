@@ -87,25 +87,18 @@ class SaveWriter:
                         delete_coordination_files(save, destination)  # a killed writer may have left coordination files
 
     def run(self, note_end: Callable[[], None] = lambda: None) -> int:
-        """Write saves until standard input ends, then pending ones; return the exit code.
-
-        Args:
-            note_end: called when standard input has ended.
-        """
-        is_last = False
+        """Write saves until standard input ends, then pending ones; return the exit code."""
         while True:
             with suppress(OSError):
                 self.free()  # snapshots without a destination
             for writer in self.list_writers():
                 if writer.ident is None:
                     writer.start()
-            if is_last:
+            if self.end < math.inf:
                 break
-            line = os.read(sys.stdin.fileno(), 4096)
-            is_last = not line
-            if line:
+            if line := os.read(sys.stdin.fileno(), 4096):
                 self._is_finished = line.endswith(FINISHED)
-            if is_last:
+            else:
                 self.end = time.monotonic() + self.wait
             for writer in self._writers.values():
                 writer.news.set()
@@ -116,14 +109,12 @@ class SaveWriter:
         return 1 if list_late(self.job.list_saves()) else 0
 
     def list_writers(self) -> list[DestinationWriter]:
-        """Return the writers of the destinations that lack saves."""
         with self.lock:
             late = list_late(self.job.list_saves())
             self._writers |= {folder: DestinationWriter(self, folder) for folder in late if folder not in self._writers}
             return [self._writers[folder] for folder in late]
 
     def free(self) -> None:
-        """Free the memory of saves that are not needed any more."""
         with self.lock:
             free_unwanted(self.job, is_agreed=False)
 
@@ -188,11 +179,7 @@ class DestinationWriter(threading.Thread):
             return [save for save in saves if self.folder in save.list_pending()]
 
     def _wait_for_first(self) -> set[int]:
-        """Return the numbers of the pending saves that the first node has begun to write.
-
-        Raises:
-            StorageError: it has begun none in time.
-        """
+        """Return the numbers of the pending saves that the first node has begun to write."""
 
         def look() -> set[int] | None:
             pending = self._list_pending()
@@ -226,10 +213,15 @@ class DestinationWriter(threading.Thread):
 
     def _write(self, save: SavePart) -> bool:
         try:
-            named = replace(save, latest=save.latest and not self._is_overtaken(save))
+            # `latest` of the destination may have named a later save.
+            is_overtaken = any(entry.number > save.number for entry in self._list_written().values())
+            named = replace(save, latest=save.latest and not is_overtaken)
             mark = write_save(named, self.folder, self.writer.wait)
             if save.node == 0:  # the save is complete when the first node has sealed it
-                self._add_written(save, mark)
+                written = dict(self._list_written())
+                former = written.pop(save.tag, WrittenTag("", 0))
+                number = save.number if save.latest else former.number
+                self._record_written({**written, save.tag: WrittenTag(mark, number)})
             with self.writer.lock:
                 save.note("done", {self.folder: mark})
             if save.node == 0:
@@ -252,10 +244,6 @@ class DestinationWriter(threading.Thread):
         self._logged.clear()
         return True
 
-    def _is_overtaken(self, save: SavePart) -> bool:
-        """Return True if ``latest`` of the destination has named a later save."""
-        return any(entry.number > save.number for entry in self._list_written().values())
-
     def _list_written(self) -> dict[str, WrittenTag]:
         """Return the tags that this job has written, in the order of writing."""
         if not self._written:
@@ -263,19 +251,12 @@ class DestinationWriter(threading.Thread):
             self._written = {tag: WrittenTag(*entry) for tag, entry in recorded.items()}
         return self._written
 
-    def _add_written(self, save: SavePart, mark: str) -> None:
-        written = dict(self._list_written())
-        former = written.pop(save.tag, WrittenTag("", 0))
-        number = save.number if save.latest else former.number
-        self._record_written({**written, save.tag: WrittenTag(mark, number)})
-
     def _record_written(self, written: dict[str, WrittenTag]) -> None:
         self._written = written
         with self.writer.lock, suppress(DiskFullError):  # it is recorded with the next save
             self.job.note("written", {**self.job.read("written"), self.folder: written})
 
     def _warn(self, why: str, tag: str = "a save") -> None:
-        """Log each fault once."""
         if self._logged.get(tag) != why:
             self._logged[tag] = why
             logger.warning("%s: %s not written, to be tried again: %s", self.folder, tag, escape(why))

@@ -176,11 +176,11 @@ def serve_bucket() -> Iterator[Server]:
 @contextmanager
 def use_options(options: Mapping[str, Any]) -> Iterator[None]:
     """Use these ``storage_options`` in this process, and retry at once."""
-    from deepspeed_ucp.io import clients, objects, store
+    from deepspeed_ucp.io import clients, store, web
 
     before = clients._process.options
     backoff = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=4), "base": 2}
-    with mock.patch.dict(clients.RETRIES, backoff=backoff), mock.patch.object(objects, "PAUSE", 0.001):
+    with mock.patch.dict(clients.RETRIES, backoff=backoff), mock.patch.object(web, "PAUSE", 0.001):
         clients._process.clients.clear()
         store.set_storage_options(options)
         try:

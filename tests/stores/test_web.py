@@ -19,7 +19,8 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
 from deepspeed_ucp.formats import open_checkpoint, read_latest
 from deepspeed_ucp.formats.latest import find_checkpoint
-from deepspeed_ucp.io import objects, store
+from deepspeed_ucp.io import store
+from deepspeed_ucp.io.web import ATTEMPTS
 from tests.stores.server import use_options
 from tests.support.certificates import make_certificate, make_context
 from tests.support.contents import check_content
@@ -247,7 +248,7 @@ def test_a_listing_fails_if_a_subfolder_cannot_be_listed(folder: Path) -> None:
         sizes = {name: entry.size for name, entry in store.list_tree(f"{url}/open").items()}
         assert sizes == {"deep/file": 2, "other": 2}
         assert store.list_tree(f"{url}/empty") == {}
-        with pytest.raises(OSError, match=f"failed {objects.ATTEMPTS} times.*503"):
+        with pytest.raises(OSError, match=f"failed {ATTEMPTS} times.*503"):
             store.list_tree(url)
 
 
@@ -260,7 +261,7 @@ def test_folders_without_end_are_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("handler", [Cut, ChunkedCut])
 def test_a_truncated_index_page_is_an_error(handler: type[Plain], folder: Path) -> None:
     """Otherwise unlisted files would count as missing."""
-    with serve(folder, handler) as url, pytest.raises(OSError, match=f"failed {objects.ATTEMPTS} times"):
+    with serve(folder, handler) as url, pytest.raises(OSError, match=f"failed {ATTEMPTS} times"):
         store.list_folder(url)
 
 
