@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 
 from deepspeed_ucp import children, preemption
@@ -220,41 +215,6 @@ def test_a_second_follow_restores_a_replaced_handler(engine: Engine) -> None:
     signal.raise_signal(signal.SIGTERM)
     with pytest.raises(SystemExit):
         preemption.save_if_signaled(engine)
-
-
-CONTAINER = """
-import time
-from types import SimpleNamespace
-from deepspeed_ucp import children, preemption
-from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.engine_state import Preemption, find_state
-from deepspeed_ucp.errors import UcpError
-from tests.support.ranks import run_ranks
-from tests.support.until import wait_until
-engine = SimpleNamespace(global_steps=2, save_checkpoint=lambda *_, **__: print("saved", flush=True))
-preemption.follow(engine, "folder")
-print("begun", flush=True)
-while True:
-    preemption.save_if_signaled(engine)
-    time.sleep(0.01)
-"""
-
-
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="takes root and unshare")
-def test_a_pod_that_gets_sigterm_saves_and_fails() -> None:
-    """The first process of a container gets SIGTERM, and its exit code decides the state of the pod."""
-    command = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", CONTAINER]
-    environment = {**os.environ, KUBERNETES: "10.96.0.1", "PYTHONPATH": str(Path(__file__).parents[1])}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as outer:
-        assert outer.stdout is not None
-        if outer.stdout.readline() != "begun\n":
-            pytest.skip("no namespaces here")
-        (inner,) = psutil.Process(outer.pid).children()
-        inner.send_signal(signal.SIGTERM)
-        with suppress(psutil.NoSuchProcess):  # it may have exited
-            inner.send_signal(signal.SIGTERM)
-        assert outer.stdout.read() == "saved\n"
-        assert outer.wait(timeout=120) == 143
 
 
 @pytest.mark.usefixtures("engine")

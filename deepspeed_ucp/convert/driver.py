@@ -10,8 +10,8 @@ import logging
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from ..comm import Comm
@@ -167,14 +167,7 @@ def _warn_losses(index: AtomicIndex, full: FullTensors) -> None:
 
 
 def _begin(work: _Conversion, stack: ExitStack) -> bool:
-    """Lock the destination and create the temporary folder (rank 0 only).
-
-    Returns:
-        True if the destination is this conversion already.
-
-    Args:
-        stack: releases the lock, and removes the temporary folder after an error.
-    """
+    """Lock the destination, create the temporary folder; True if it is reused."""
     stack.enter_context(work.staging.lock())
     if _reuse(work):
         work.staging.discard()  # an interrupted run with `overwrite` may have left it
@@ -295,22 +288,16 @@ def write_share(work: _Conversion, batches: Sequence[Batch], checks: list[Checke
     def is_halted() -> bool:
         return work.comm.size > 1 and os.path.exists(halt)
 
-    with _halt_others(halt), AtomReader(work.index, checksum=work.options.verify) as reader:
-        source = (reader, [file.atom for file in files])
-        threads, bar = work.report.workers, work.options.bar
-        stream([source], batches, consume, threads=threads, bar=bar, halted=is_halted)
-    return [written for parts in done.values() for written in parts]
-
-
-@contextmanager
-def _halt_others(halt: str) -> Iterator[None]:
-    """Stop the other nodes as soon as this one fails."""
     try:
-        yield
+        with AtomReader(work.index, checksum=work.options.verify) as reader:
+            source = (reader, [file.atom for file in files])
+            threads, bar = work.report.workers, work.options.bar
+            stream([source], batches, consume, threads=threads, bar=bar, halted=is_halted)
     except Exception:
         with suppress(OSError), open(halt, "wb"):
             pass
         raise
+    return [written for parts in done.values() for written in parts]
 
 
 def _finish(work: _Conversion, written: Sequence[Written]) -> None:
@@ -362,11 +349,7 @@ def _commit(work: _Conversion, crcs: Mapping[int, int], states: Mapping[str, Sea
 def join_ranges(
     written: Iterable[Written], files: Sequence[OutputFile], numbers: Iterable[int] | None = None
 ) -> dict[int, int]:
-    """Return each output's CRC32, combined from its ranges.
-
-    Args:
-        numbers: outputs to combine (default: all).
-    """
+    """Return the outputs' CRC32s from their ranges; check that ``numbers`` are whole."""
     sums: dict[int, tuple[int, int]] = {}
     for item in sorted(written):
         end, crc = sums.get(item.range.output, (0, 0))

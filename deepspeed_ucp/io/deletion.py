@@ -58,13 +58,6 @@ def delete_files(
                 os.rmdir(name, dir_fd=fd)
 
 
-def delete_empty_folder(folder: str, path: str) -> None:
-    """Delete ``path`` below ``folder`` if it is empty; ignore errors, follow no link."""
-    above, name = os.path.split(path.rstrip("/"))
-    with suppress(OSError), open_below(folder, above) as fd:
-        os.rmdir(name, dir_fd=fd)
-
-
 def delete_tree(path: str, below: str | None = None) -> None:
     """Delete a folder with everything in it, or a single link or file, if it exists.
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from ..errors import CheckpointError, StorageError, TagTakenError
 from ..formats.deepspeed.files import OFFLOADED, PUBLISHED, SEAL, ZERO, holds_run, is_state_file, resolve_published
-from ..io.deletion import delete_empty_folder, delete_files, delete_tree, open_below
+from ..io.deletion import delete_files, delete_tree, open_below
 from ..io.disk import sync_folder
 from ..io.jsonfile import parse_json, read_json
 from ..io.paths import UPLOAD, is_url, load_libc
@@ -369,7 +369,9 @@ def remove_tag(destination: str, tag: str) -> None:
         for is_turn in _TURNS:
             delete_files(fd, partial(_is_deleted_in, is_turn), lambda name: name.split("/")[0] == OFFLOADED)
             _sync(fd)
-    delete_empty_folder(destination, tag)
+    above, name = os.path.split(tag)
+    with suppress(OSError), open_below(destination, above) as fd:
+        os.rmdir(name, dir_fd=fd)  # if it is empty
 
 
 def _is_deleted_in(is_turn: Callable[[str], bool], name: str) -> bool:

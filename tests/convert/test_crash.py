@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import resource
 import shutil
 import signal
 import time
@@ -16,16 +15,15 @@ from typing import Any
 import pytest
 
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.convert.outputs import CONVERSION
 from deepspeed_ucp.errors import StorageError
 from deepspeed_ucp.export.safetensors import export_safetensors
 from deepspeed_ucp.export.tensors import ExportOptions
 from deepspeed_ucp.formats import open_checkpoint
-from deepspeed_ucp.io.upload import open_staging
+from deepspeed_ucp.plan import conversion
+from deepspeed_ucp.stream import full_tensors
 from tests.convert.conversions import TOPOLOGY, convert, read_bytes, write_source
-from tests.convert.converting import use_small_ranges
 from tests.support.covering import stride
-from tests.support.crash import failing, intercept, list_calls, list_writes, run_child, run_dying
+from tests.support.crash import failing, list_calls, list_writes, run_dying
 
 DST = "global_step3_universal"
 LATEST = "latest_universal"
@@ -33,7 +31,8 @@ LATEST = "latest_universal"
 
 @pytest.fixture(autouse=True)
 def _small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_small_ranges(monkeypatch)
+    for module in (conversion, full_tensors):  # atoms above this size are written in several ranges
+        monkeypatch.setattr(module, "ALIGNMENT", 4096)
     # tests/io/test_staging.py tests it. Here it would wait for all other writes of the machine.
     monkeypatch.setattr("deepspeed_ucp.io.staging.sync_tree", lambda _folder: None)
     monkeypatch.setattr(os, "fsync", lambda _fd: None)
@@ -145,62 +144,19 @@ def test_a_conversion_with_many_workers_completes_after_kills_at_any_time(
     check_done(root, source, expected)
 
 
-def test_an_interrupt_leaves_no_files(source: Path, place: Callable[[object], Path], expected: Any) -> None:
-    """It also releases the lock."""
+def test_the_folder_of_a_killed_attempt_is_removed_if_the_output_is_reused(
+    source: Path, place: Callable[[object], Path], expected: Any
+) -> None:
     root = place("root")
-    half = len(list_calls(lambda: convert(place("dry")))) // 2
-
-    def interrupt(number: int, _name: str, _args: tuple[Any, ...]) -> None:
-        if number == half:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    def work() -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # in background jobs of shells SIGINT is ignored
-        with pytest.raises(KeyboardInterrupt), intercept(interrupt):
-            convert(root)
-
-    assert run_child(work) == 0
-    assert {path.name for path in root.iterdir()} == {path.name for path in source.iterdir()}
     convert(root)
+    calls = len(list_calls(lambda: convert(place("dry"))))
+    assert run_dying(lambda: convert(root, overwrite=True), calls // 2)
+    assert (root / f".{DST}.ucp-partial").exists()
+    assert convert(root).reused
     check_done(root, source, expected)
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_the_folder_of_a_killed_attempt_is_removed(
-    overwrite: bool, source: Path, place: Callable[[object], Path], expected: Any, tmp_path: Path
-) -> None:
-    """It is removed even if the tag was saved again, or if the earlier output is reused."""
-    root = place("root")
-    if overwrite:
-        convert(root)
-    calls = len(list_calls(lambda: convert(place("dry"))))
-    assert run_dying(lambda: convert(root, overwrite=overwrite), calls // 2)
-    assert (root / f".{DST}.ucp-partial").exists()
-    if overwrite:
-        assert convert(root).reused
-        check_done(root, source, expected)
-    else:
-        shutil.rmtree(root / "global_step3")
-        write_source(root, seed=1)
-        convert(root)
-        assert read_bytes(root / DST) == make_reference(root, tmp_path / "again")
-
-
 # -- disk full --------------------------------------------------------------------------------------------------------
-
-
-def test_the_kernels_file_size_limit_is_an_error(source: Path, place: Callable[[object], Path], tmp_path: Path) -> None:
-    """RLIMIT_FSIZE limits writes by all calls."""
-    root = place("root")
-
-    def work(limit: int) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-        with pytest.raises(StorageError, match="disk full .File too large.*bytes free"):
-            convert(root)
-
-    for limit in (300, 3000, 9000):
-        assert run_child(lambda limit=limit: work(limit)) == 0
-        assert {path.name for path in root.iterdir()} == {path.name for path in source.iterdir()}
 
 
 @by_writer
@@ -212,16 +168,6 @@ def test_too_little_room_is_an_error_before_the_first_byte(
     with pytest.raises(StorageError, match=r"needs .* bytes, has 1,000 bytes free"):
         WRITERS[writer](root)
     assert {path.name for path in root.iterdir()} == {path.name for path in source.iterdir()}
-
-
-def test_a_second_converter_is_refused(source: Path, place: Callable[[object], Path], expected: Any) -> None:
-    root = place("root")
-    with open_staging(str(root / DST), str(root / "global_step3"), CONVERSION).lock():
-        text = f"a conversion to .*{DST} is under way already .pid {os.getpid()} on "
-        with pytest.raises(StorageError, match=text):
-            convert(root)
-    convert(root)
-    check_done(root, source, expected)
 
 
 # -- existing outputs --------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_ucp.io import memory as module
 from deepspeed_ucp.io.memory import LARGE_PAGE, LargePages, allocate, find_address, pause_collection
 
 MIB = 1 << 20
@@ -73,24 +72,6 @@ def test_slow_large_pages_are_disabled(memory: mmap.mmap, costs: list[float], ad
     for cost in costs:
         pages.note(WORTH, cost)
     assert read_advice(find_address(memory)) == advice
-
-
-@pytest.mark.parametrize("works", [True, False])
-def test_the_system_is_advised_once(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[int, ...]] = []
-
-    def note(*call: int) -> bool:
-        calls.append(call)
-        return works
-
-    monkeypatch.setattr(module, "_advise", note)
-    pages, lows = LargePages(), (1 << 30, 2 << 30)
-    for low in lows:
-        pages.add(low, LARGE_PAGE)
-    for _ in range(100):
-        pages.note(WORTH, SLOW)
-    advices = (mmap.MADV_HUGEPAGE, mmap.MADV_NOHUGEPAGE) if works else (mmap.MADV_HUGEPAGE,)
-    assert calls == [(low, LARGE_PAGE, advice) for advice in advices for low in lows]
 
 
 def fail_inside() -> None:

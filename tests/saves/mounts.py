@@ -1,4 +1,4 @@
-"""Saves to a disk that fails and into a memory that is full, both mounted in a private mount namespace."""
+"""Saves into a memory that is full, mounted in a private mount namespace."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from unittest import mock
 
 import pytest
 
-from deepspeed_ucp.saves.launch import WriterPipe
-from deepspeed_ucp.saves.memory import Job, SavePart, is_locked, list_late
+from deepspeed_ucp.saves.memory import SavePart, list_late
 from deepspeed_ucp.saves.saver import finish_saves
-from tests.saves.saving import CONFIG, find_writer, is_whole, make_save
+from tests.saves.saving import find_writer, is_whole
 from tests.saves.training import Training, write_tag
 from tests.support.crash import run_child
 from tests.support.until import wait_until
@@ -45,49 +44,12 @@ def run_in_namespace(work: Callable[[], object]) -> None:
     assert run_child(run) == 0
 
 
-def mount(folder: Path, options: str) -> None:
-    """Mount a file system in memory over a folder, with options such as its size."""
-    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "small", str(folder)], check=True)
-
-
-def write_to_small_disk(folder: Path, fault: str, message: str) -> None:
-    """Write saves while the disk fails (``full`` or ``ro``) and after it is repaired; needs a mount namespace.
-
-    Args:
-        message: part of the writer's log.
-    """
-    destination = folder / "destination"
-    destination.mkdir()
-    mount(destination, "size=96k")
-    job = Job(str(folder / "memory" / "job"))
-    job.own()
-    writer = WriterPipe(job, CONFIG)
-    make_save(job, str(destination), tag="first")
-    writer.notify()
-    # The writer has finished with the destination.
-    wait_until(lambda: not list_late(job.list_saves()) and job.read("written"))
-    if fault == "ro":
-        mount(destination, "remount,ro")
-    make_save(job, str(destination), tag="second")
-    writer.notify()
-    wait_until(lambda: "not written, to be tried again" in Path(job.folder, "log").read_text())
-    assert (destination / "latest").read_text() == "first"
-    assert is_whole(str(destination / "first"))
-    mount(destination, "remount,rw,size=4m")
-    writer.close()
-    wait_until(lambda: not is_locked(job))
-    assert (destination / "latest").read_text() == "second"
-    assert is_whole(str(destination / "first")) and is_whole(str(destination / "second"))
-    assert not list(destination.glob(".*"))
-    assert message in Path(job.folder, "log").read_text()
-
-
 def save_into_small_memory(folder: Path) -> None:
     """Save while the memory is full; needs a mount namespace."""
     training = Training(folder)
     memory, destination = training.memory, training.destination
     memory.mkdir()
-    mount(memory, "size=4m")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "small", str(memory)], check=True)
 
     def fill() -> None:
         """Leave no byte of the memory free."""

@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 from deepspeed_ucp.io import store as stores
-from deepspeed_ucp.io.paths import Entry, is_url
+from deepspeed_ucp.io.paths import is_url
 
 PLACE = "fake://bucket/run"
 
@@ -99,30 +99,15 @@ class FakeStore(stores.LocalStore):
     """An object store in a folder of this machine, with conditional writes; each request is a step.
 
     Attributes:
-        held: by path the hash of the content, of all objects.
+        held: by URL the hash of the content that this process has written.
     """
 
     def __init__(self, root: Path) -> None:
         self.root, self.held, self.stop = str(root), dict[str, int](), lambda url: None
 
-    def load(self) -> None:
-        """Take the objects from the folder, which another process has changed."""
-        files = (path for path in Path(self.root).rglob("*") if path.is_file())
-        self.held = {f"fake://{path.relative_to(self.root)}": hash(path.read_bytes()) for path in files}
-
     def find(self, url: str) -> str:
         """Return the path of an object."""
         return os.path.join(self.root, url.removeprefix("fake://"))
-
-    def list_tree(self, folder: str) -> dict[str, Entry]:
-        self.stop(folder)
-        path = self.find(folder)
-        files = (os.path.join(above, name) for above, _, names in os.walk(path) for name in names)
-        return {os.path.relpath(each, path): Entry(os.path.getsize(each), os.path.getmtime(each)) for each in files}
-
-    def write_small(self, url: str, data: bytes) -> None:
-        self.stop(url)
-        self._put(url, data)
 
     def exchange_small(self, url: str, data: bytes, before: bytes | None) -> bool:
         now = self._look(url)
@@ -138,22 +123,19 @@ class FakeStore(stores.LocalStore):
         path = Path(self.find(url))
         return path.read_bytes() if path.exists() else None
 
-    def _put(self, url: str, data: bytes) -> None:
+    def _put(self, url: str, data: bytes | str) -> None:
         path = Path(self.find(url))
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-        self.held[url] = hash(data)
-
-    def put_file(self, url: str, source: str) -> None:
-        self.stop(url)
-        self._put(url, Path(source).read_bytes())
+        path.write_bytes(Path(data).read_bytes() if isinstance(data, str) else data)
+        self.held[url] = hash(path.read_bytes())
 
     def remove(self, url: str) -> None:
         self.stop(url)
         path = Path(self.find(url))
-        if self.held.pop(url, None) is None:
+        if not path.is_file():
             return
         path.unlink()
+        self.held.pop(url, None)
         while not any(path.parent.iterdir()) and str(path.parent) != self.root:  # a store has no empty folders
             path = path.parent
             path.rmdir()
@@ -168,21 +150,17 @@ class FakeStore(stores.LocalStore):
 def _make_step(name: str) -> Callable[..., Any]:
     def call(self: FakeStore, url: str, *args: Any, **options: Any) -> Any:
         self.stop(url)
+        if name in ("write_small", "put_file"):
+            return self._put(url, *args)
         return getattr(stores.LocalStore(), name)(self.find(url), *args, **options)
 
     return call
 
 
 for _name in (
-    "list_folder",
-    "find_entry",
-    "find_change",
-    "is_file",
-    "exists",
-    "read_small",
-    "open_regular",
-    "open_stored",
-):
+    "list_folder", "list_tree", "write_small", "put_file", "find_entry", "find_change", "is_file", "exists",
+    "read_small", "open_regular", "open_stored",
+):  # fmt: skip
     setattr(FakeStore, _name, _make_step(_name))
 
 

@@ -30,7 +30,6 @@ class Case:
         check_ended: called after the next attempt.
         calls: functions before whose calls it is killed.
         step: kill the writer at every call of this number.
-        reset: called after the folder is restored.
     """
 
     work: Callable[[], object]
@@ -38,7 +37,6 @@ class Case:
     check_ended: Callable[[], object]
     calls: Calls = CALLS
     step: int = field(default_factory=lambda: stride(5))
-    reset: Callable[[], object] = field(default=lambda: None)
 
 
 def overwrite(run: Run) -> Case:
@@ -70,7 +68,7 @@ def use_fake_store(folder: Path, stack: ExitStack) -> FakeStore:
 
 def write_to_store(folder: Path, stack: ExitStack) -> Case:
     fake = use_fake_store(folder, stack)
-    return replace(overwrite(Run(folder, PLACE)), calls=[(fake, "stop")], step=stride(5), reset=fake.load)
+    return replace(overwrite(Run(folder, PLACE)), calls=[(fake, "stop")], step=stride(5))
 
 
 def prune(run: Run) -> Case:
@@ -87,7 +85,7 @@ def prune(run: Run) -> Case:
 
 def prune_store(folder: Path, stack: ExitStack) -> Case:
     fake = use_fake_store(folder, stack)
-    return replace(prune(Run(folder, PLACE)), calls=[(fake, "stop")], reset=fake.load)
+    return replace(prune(Run(folder, PLACE)), calls=[(fake, "stop")])
 
 
 def write_part(folder: Path, killed: int) -> Case:
@@ -152,17 +150,12 @@ def test_a_writer_killed_at_any_call_leaves_a_complete_save(kind: str, stack: Ex
     case = CASES[kind](folder, stack)
     shutil.copytree(folder, kept)
 
-    def reset() -> None:
-        shutil.rmtree(folder)
-        shutil.copytree(kept, folder)
-        case.reset()
-
     calls = len(list_calls(case.work, case.calls))
     assert calls > 8
     for at in range(0, calls, case.step):
-        reset()
+        shutil.rmtree(folder)
+        shutil.copytree(kept, folder)
         assert run_dying(case.work, at, calls=case.calls), at
-        case.reset()
         case.check_killed()
         case.work()
         case.check_ended()

@@ -327,11 +327,12 @@ def test_missing_saves_are_logged_with_the_reason(training: Training) -> None:
         finish_saves(training.engine, required=True)
 
 
-@pytest.mark.parametrize("end", ["preempted", "normal"])
+@pytest.mark.parametrize("end", ["preempted", "uncaught error", "normal"])
 def test_a_normal_end_of_a_job_frees_its_memory(end: str, training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     """It frees a snapshot, too, which a later save replaces."""
     assert training.save("snapshot", is_snapshot=True) and training.save()
-    monkeypatch.setattr(sys, "last_value", None, raising=False)
+    error = ValueError() if end == "uncaught error" else None
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
     if end == "preempted":
         savers.keep_memory()
     training.saver.close()

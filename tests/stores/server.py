@@ -77,7 +77,7 @@ def fail_first(count: int, fault: str, *, method: str = "GET", having: str = "")
         if environ["REQUEST_METHOD"] != method or having not in path:
             return None
         with lock:
-            key = path, environ.get("HTTP_RANGE")
+            key = path, environ.get("HTTP_RANGE", "").rpartition("-")[2]  # its end stays in a continued read
             seen[key] = seen.get(key, 0) + 1
             return fault if seen[key] <= count else None
 

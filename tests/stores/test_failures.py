@@ -50,8 +50,10 @@ def saved(server: Server, tmp_path_factory: pytest.TempPathFactory) -> State:
 
 
 @pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
+def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(clients.RETRIES, "max_retries", 2)
+    clients._process.clients.clear()
+    yield
     clients._process.clients.clear()
 
 
