@@ -39,5 +39,4 @@ def convert(
 
 
 def read_bytes(folder: Path) -> dict[str, bytes]:
-    """Read every file below a folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

@@ -40,7 +40,6 @@ def _small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A root folder with one checkpoint."""
     root = tmp_path_factory.mktemp("source")
     write_source(root)
     return root

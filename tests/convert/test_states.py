@@ -70,7 +70,6 @@ class Progress:
 
 
 def make_client():
-    """Make the client state of a training script."""
     rng, best = torch.get_rng_state()[:100], {"loss": np.float64(0.25), "at": (1, 2)}
     ring = [1]
     ring.append(ring)
@@ -115,7 +114,6 @@ def convert(tmp_path, topology, model=MODEL, **run):
 
 
 def rewrite_optimizer(path, folder):
-    """Write and load ``optimizer_state.pt`` for a source."""
     write_states(open_index(path), str(folder))
     return torch.load(folder / OPTIMIZER_STATE, weights_only=False)
 

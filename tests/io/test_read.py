@@ -85,10 +85,6 @@ def test_threads_share_the_reads(file: FileRef, threads: int, staged: bool) -> N
     ]
 
 
-def test_an_empty_list_of_reads_opens_no_file(tmp_path: Path) -> None:
-    assert read([], FileRef(str(tmp_path / "absent.pt"), 0), []) == []
-
-
 def test_short_reads_are_continued(file: FileRef, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = os.preadv
 
@@ -103,7 +99,6 @@ def test_short_reads_are_continued(file: FileRef, monkeypatch: pytest.MonkeyPatc
 
 
 def refuse(code: int) -> mock.Mock:
-    """Return a system call that always fails."""
     return mock.Mock(side_effect=OSError(code, os.strerror(code)))
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import re
 import shutil
-import signal
 import threading
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -23,7 +21,7 @@ from deepspeed_ucp.io import disk
 from deepspeed_ucp.io.disk import check_space, explain_full, sync_tree, write_at, write_atomically
 from deepspeed_ucp.io.staging import LATEST, MANIFEST, OutputKind, Staging
 from tests.support.covering import stride
-from tests.support.crash import failing, list_calls, list_writes, run_child, run_dying
+from tests.support.crash import failing, list_calls, list_writes, run_dying
 
 KIND = OutputKind(
     name="an output",
@@ -129,17 +127,6 @@ def leave_attempt(destination: Path) -> None:
         Path(name).write_text("foreign")
 
 
-def test_the_output_of_two_killed_conversions_is_completed(tmp_path: Path) -> None:
-    for first in range(0, 40, 13):
-        for second in range(0, 30, 11):
-            destination = tmp_path / f"{first}-{second}" / "step1"
-            make_atomic(destination)
-            run_dying(lambda folder=destination: convert(folder, overwrite=True), first)
-            run_dying(lambda folder=destination: convert(folder, overwrite=True), second)
-            convert(destination, overwrite=True)
-            assert read_tree(destination) == NEW
-
-
 # -- disk full --------------------------------------------------------------------------------------------------------
 
 
@@ -191,18 +178,6 @@ def test_space_is_checked_with_figures_before_the_first_byte(tmp_path: Path, mon
 
 
 # -- one writer -------------------------------------------------------------------------------------------------------
-
-
-def test_the_lock_of_a_dead_process_is_acquired(staging: Staging) -> None:
-    def die() -> None:
-        with staging.lock():
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    assert run_child(die) == -signal.SIGKILL
-    assert os.path.exists(staging.lock_path)
-    with staging.lock():
-        assert json.loads(Path(staging.lock_path).read_bytes())["pid"] == os.getpid()
-    assert not os.path.exists(staging.lock_path)
 
 
 def test_a_lock_file_removed_before_flock_is_created_again(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,14 +45,12 @@ def run_in_namespace(work: Callable[[], object]) -> None:
 
 
 def save_into_small_memory(folder: Path) -> None:
-    """Save while the memory is full; needs a mount namespace."""
     training = Training(folder)
     memory, destination = training.memory, training.destination
     memory.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "small", str(memory)], check=True)
 
     def fill() -> None:
-        """Leave no byte of the memory free."""
         with suppress(OSError), open(memory / "ballast", "ab", buffering=0) as file:
             while file.write(bytes(4096)):
                 pass

@@ -33,7 +33,6 @@ class Nodes:
             job.own()
 
     def describe(self, node: int) -> dict[str, Any]:
-        """Settings of a node's writer."""
         address = list(self.listeners[1 - node].getsockname())
         return {
             "secret": SECRET, "name": f"host{node}", "nodes": 2, "to": 1 - node, "from": 1 - node, "address": address
@@ -60,7 +59,6 @@ class Nodes:
         thread.join()
 
     def stop(self) -> None:
-        """Stop the writers."""
         for writer in self.writers:
             writer.wait = 0.0
             writer.finish()
@@ -87,7 +85,6 @@ class Nodes:
         return save
 
     def list_copies(self, node: int) -> list[int]:
-        """Return the numbers of the copies in a node's memory."""
         return [copy.number for copy in self.jobs[node].list_copies()]
 
     @contextmanager

@@ -78,18 +78,15 @@ class Run:
         return write(self.job, wait=wait)
 
     def write_save(self, *folders: str, **changes: Any) -> SavePart:
-        """Make the next save and write it."""
         made = self.save(*folders, **changes)
         assert self.write()
         return made
 
     def list_names(self) -> set[str]:
-        """Return the names in the destination."""
         return set(list_folder(self.destination))
 
     @property
     def latest(self) -> str:
-        """Content of the destination's ``latest``."""
         return read_small(f"{self.destination}/latest").decode()
 
     def is_whole(self, tag: str = TAG) -> bool:
@@ -204,7 +201,6 @@ def run_writer(writer: SaveWriter) -> Iterator[Callable[[], object]]:
 
 
 def is_whole(folder: str) -> bool:
-    """Return True if a tag's folder has a seal that matches its files."""
     try:
         open_checkpoint(folder, Comm())
     except UcpError:

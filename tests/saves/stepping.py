@@ -106,7 +106,6 @@ class FakeStore(stores.LocalStore):
         self.root, self.held, self.stop = str(root), dict[str, int](), lambda url: None
 
     def find(self, url: str) -> str:
-        """Return the path of an object."""
         return os.path.join(self.root, url.removeprefix("fake://"))
 
     def exchange_small(self, url: str, data: bytes, before: bytes | None) -> bool:
@@ -141,7 +140,6 @@ class FakeStore(stores.LocalStore):
             path.rmdir()
 
     def clear(self) -> None:
-        """Remove all objects."""
         shutil.rmtree(self.root, ignore_errors=True)
         os.makedirs(self.root)
         self.held.clear()

@@ -40,7 +40,6 @@ class Case:
 
 
 def overwrite(run: Run) -> Case:
-    """Overwrite a tag that ``latest`` names."""
 
     def check_killed() -> None:
         assert run.is_whole(run.latest)
@@ -72,7 +71,6 @@ def write_to_store(folder: Path, stack: ExitStack) -> Case:
 
 
 def prune(run: Run) -> Case:
-    """Remove an older tag."""
 
     def check_ended() -> None:
         run.write_save(tag="c", keep=1)

@@ -117,14 +117,6 @@ def test_a_store_that_never_accepts_latest_is_an_error(run: Run, caplog: pytest.
     assert run.write() and run.latest == "b"
 
 
-def test_a_tag_that_another_job_has_overwritten_is_not_removed(run: Run, other: Run) -> None:
-    run.write_save(tag="a", keep=1)
-    other.save(tag="a")
-    save = other.write_save(tag="a")
-    run.write_save(tag="b", keep=1)
-    assert other.holds(save)
-
-
 @pytest.mark.parametrize("is_saved_again", [False, True])
 def test_a_failed_removal_is_repeated_unless_the_tag_was_overwritten(
     is_saved_again: bool, run: Run, caplog: pytest.LogCaptureFixture

@@ -57,48 +57,36 @@ def remove(folder: str, *, coming: bool = False) -> bool:
     return not os.path.exists(folder)
 
 
-def test_the_last_complete_folder_is_kept_until_another_is_complete(
-    make: Callable[..., str], written: set[str], tmp_path: Path
+@pytest.mark.parametrize(
+    ("folders", "pending", "is_removed"),
+    [
+        pytest.param({"a": {}, "b": {}}, "c", True, id="another is complete"),
+        pytest.param({"a": {}}, "c", False, id="the last complete one"),
+        pytest.param({"a": {}, "b": {"own": ""}}, "c", False, id="another lacks the trainer's file"),
+        pytest.param({"a": {}, "b": {"latest": ""}}, "c", False, id="another lacks latest"),
+        pytest.param({"a": {"latest": ""}, "b": {}}, "c", True, id="incomplete"),
+        pytest.param({"a": {}}, "elsewhere/c", True, id="no pending save next to it"),
+        pytest.param({"a": {}, "c": {}}, "c", False, id="another holds an older save and is being written"),
+        pytest.param({"a": {}, "b": {}}, "a", False, id="it is being written"),
+    ],
+)
+def test_a_folder_is_kept_until_another_is_complete(
+    folders: dict[str, dict[str, str]],
+    pending: str,
+    is_removed: bool,
+    make: Callable[..., str],
+    written: set[str],
+    tmp_path: Path,
 ) -> None:
-    a, b, c = make("a"), make("b"), str(tmp_path / "c")
-    written.add(locate(c))
-    assert remove(a) and not remove(b) and not remove(b)
-    make("c")
+    for name, lacking in folders.items():
+        make(name, **lacking)
+    written.add(locate(str(tmp_path / pending)))
+    for _ in range(1 if is_removed else 2):
+        assert remove(str(tmp_path / "a")) == is_removed
+    make("d")
     written.clear()
     keeping.remove_postponed()
-    assert not os.path.exists(b) and os.path.exists(c)
-
-
-def test_a_folder_is_kept_only_while_a_save_next_to_it_is_pending(make: Callable[..., str], written: set[str]) -> None:
-    written.add(locate(os.path.join("elsewhere", "c")))
-    assert remove(make("a"))
-    assert not remove(make("b"), coming=True)
-
-
-@pytest.mark.parametrize("lacking", [{"own": ""}, {"latest": ""}], ids=str)
-def test_an_incomplete_folder_does_not_replace_another(
-    lacking: dict[str, str], make: Callable[..., str], written: set[str], tmp_path: Path
-) -> None:
-    make("b", **lacking)
-    written.add(locate(str(tmp_path / "c")))
-    assert not remove(make("a"))
-    assert remove(str(tmp_path / "b"))
-
-
-def test_a_folder_that_is_being_written_does_not_replace_another(make: Callable[..., str], written: set[str]) -> None:
-    """The folder contains an older save."""
-    written.add(locate(make("c")))
-    assert not remove(make("a"))
-
-
-def test_a_folder_with_a_pending_save_is_removed_after_its_write(make: Callable[..., str], written: set[str]) -> None:
-    """Otherwise the writer would create it again."""
-    make("a")
-    b = make("b")
-    written.add(locate(b))
-    assert not remove(b)
-    written.clear()
-    assert remove(make("c")) and not os.path.exists(b)
+    assert not os.path.exists(tmp_path / "a") and os.path.exists(tmp_path / "d")
 
 
 def test_a_new_save_to_a_folder_cancels_its_removal(make: Callable[..., str], written: set[str]) -> None:

@@ -112,7 +112,6 @@ class Bench:
         return name
 
     def measure(self) -> int:
-        """Return the number of operations of a writer, and one more."""
         return max(self.run(lambda stepper: None).steps.values()) + 1
 
     def run(self, order: Callable[[Stepper], object]) -> Stepper:

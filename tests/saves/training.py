@@ -77,14 +77,11 @@ class Training:
 
     @property
     def latest(self) -> str:
-        """Content of the destination's ``latest``."""
         return (self.destination / "latest").read_text()
 
     @property
     def log(self) -> str:
-        """Log of the writer."""
         return Path(self.job.folder, "log").read_text()
 
     def make_job(self) -> Job:
-        """Return another job in this memory."""
         return Job(os.path.join(find_root(str(self.memory)), name_job()))

@@ -98,7 +98,7 @@ class _Middleware:
             time.sleep(0.3)
         elif fault and fault[0].isdigit():
             fault, _, code = fault.partition(" ")
-            body = _ERROR % (code.encode() or _CODES[fault])
+            body = _ERROR % (code or "Injected").encode()
             start(f"{fault} FAULT", [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
             return [body]
         data = b"".join(self.inner(environ, start))
@@ -115,14 +115,6 @@ class _Middleware:
             self.server.requests.append(Request(environ["REQUEST_METHOD"], environ["PATH_INFO"], span, nbytes))
 
 
-_CODES = {
-    "403": b"AccessDenied",
-    "404": b"NoSuchUpload",
-    "429": b"TooManyRequests",
-    "500": b"InternalError",
-    "501": b"NotImplemented",
-    "503": b"SlowDown",
-}
 _ERROR = b'<?xml version="1.0" encoding="UTF-8"?><Error><Code>%s</Code><Message>injected</Message></Error>'
 
 
@@ -134,7 +126,6 @@ def _reset(connection: socket.socket) -> None:
 
 @contextmanager
 def serve() -> Iterator[Server]:
-    """Run a server in the block."""
     import logging
 
     from moto.server import DomainDispatcherApplication, create_backend_app
@@ -166,7 +157,6 @@ def make_bucket(server: Server, name: str = BUCKET) -> None:
 
 @contextmanager
 def serve_bucket() -> Iterator[Server]:
-    """An S3 server with a bucket, which the stores of this process use."""
     with serve() as found:
         make_bucket(found)
         with use_options(found.options):

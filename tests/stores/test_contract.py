@@ -29,7 +29,6 @@ CONTENT = bytes(range(250)) * 40
 
 @pytest.fixture(scope="module", params=["memory", "s3"])
 def bucket(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The URL of a bucket."""
     if request.param == "memory":
         clear_memory()
         yield f"memory://{BUCKET}"
@@ -40,7 +39,6 @@ def bucket(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def stored(bucket: str, request: pytest.FixtureRequest) -> str:
-    """An empty folder of the test."""
     return f"{bucket}/{request.node.name}"
 
 

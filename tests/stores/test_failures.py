@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from obstore.store import S3Store
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, ConfigError, StorageError, UcpError, UnsupportedError
@@ -195,23 +192,6 @@ def test_a_large_file_is_uploaded_in_parts(server: Server, tmp_path: Path) -> No
     assert [each.method for each in server.requests if "refused" in each.path][-1] == "DELETE"
 
 
-def test_expired_credentials_are_renewed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = list[int]()
-
-    def provide() -> Any:
-        taken.append(1)
-        until = datetime.now(UTC) + timedelta(seconds=1)
-        return {"access_key_id": "a", "secret_access_key": "b", "token": None, "expires_at": until}
-
-    monkeypatch.setattr(clients, "_find_aws_provider", lambda profile: provide)
-    options = {name: value for name, value in server.options.items() if name not in ("key", "secret")}
-    with use_options(options):
-        for count in (1, 2):
-            store.write_small(f"s3://{BUCKET}/expiring", b"1")
-            assert len(taken) == count
-            time.sleep(1.1 if count == 1 else 0)
-
-
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home without credentials."""
@@ -321,6 +301,3 @@ def test_clients_are_shared_by_the_files_of_a_store(server: Server) -> None:
         return clients.connect(url)[0]
 
     assert make(f"s3://{BUCKET}/a") is make(f"s3://{BUCKET}/b/c") is not make("s3://other/a")
-    assert isinstance(make(f"s3://{BUCKET}"), S3Store)
-    with pytest.raises(UnsupportedError, match="is read only|read only"):
-        clients.connect("https://host/run", writing=True)
