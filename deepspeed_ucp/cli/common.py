@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("deepspeed_ucp")
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
-"""The action that a command's parser is added to."""
 
 REPORT_KEYS = (
     "phases (seconds by name); spans; bytes_read; format; source; destination; reused; tensors; parameters; dtypes; "
@@ -97,7 +96,6 @@ def add_shared_options(
     """Add the group of shared options; call it last, as help lists them in this order.
 
     Args:
-        checkpoint: the command opens a checkpoint: ``--groups`` and ``--also``.
         second: name of a second checkpoint, for ``--also-NAME``.
         window: default of ``--window-mb``; 0 for a command without ``--workers`` and ``--window-mb``.
     """
@@ -127,13 +125,7 @@ def add_shared_options(
 
 
 def make_parser(units: Mapping[str, float], wanted: str, *, whole: bool = False) -> Callable[[str], Any]:
-    """Make an option's type: a positive sum of numbers with units, such as ``1h30m``.
-
-    Args:
-        units: unit in upper case → factor.
-        wanted: description of a valid value, for the error.
-        whole: the value is an integer.
-    """
+    """Make an option's type: a positive sum of numbers with (upper-case) units."""
     term = rf"(\d+(?:\.\d+)?(?:E\d\d?)?) ?({'|'.join(sorted(units, key=len, reverse=True))})"
 
     def parse(text: str) -> float:

@@ -258,11 +258,7 @@ def _find_limits(
 
 
 def write_summary(index: AtomicIndex, data: Mapping[str, Any], *, unfold: bool) -> list[str]:
-    """Write the report; the first line is the verdict.
-
-    Args:
-        unfold: one line per parameter; otherwise parameters whose names differ only in numbers share a line.
-    """
+    """Write the report, verdict first; ``unfold`` gives each parameter a line."""
     findings, named = data["findings"], [(row["name"], row) for row in data["parameters"]]
     more = f"; {pluralize(len(findings), 'finding')} at the end" if findings else ""
     lines = [f"{data['folder']}: opens{more}", *_write_head(index, data), ""]
@@ -340,7 +336,6 @@ def _describe_writer(index: AtomicIndex, data: Mapping[str, Any]) -> str:
 
 
 def _describe_form(row: Parameter) -> tuple[str, ...]:
-    """Shape, dtype, states, pattern with its source."""
     shapes = dict.fromkeys(row["shards"]) if row["shape"] is None else (row["shape"],)
     shape = " | ".join(str(list(shape)) for shape in shapes)
     dtype = f"{row['dtype']} + {row['copy']}" if row["copy"] not in (None, row["dtype"]) else row["dtype"]

@@ -122,11 +122,7 @@ def _open_settings(
 
 
 def to_text(found: Difference, *, everything: bool = False) -> list[str]:
-    """Write a difference; the first line is the verdict.
-
-    Args:
-        everything: a line for every tensor; otherwise tensors whose names differ only in numbers share a line.
-    """
+    """Write a difference, verdict first; without ``everything`` layers share lines."""
     groups: dict[object, list[AtomDifference]] = {}
     for atom in found.atoms:
         key = (atom.name, atom.instance) if everything else _star(atom.label)

@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("deepspeed_ucp")
 
 STORAGE, MEMORY = "storage", "memory"
-"""Places of a checkpoint."""
 
 Row: TypeAlias = dict[str, Any]
-"""A checkpoint, as in the JSON."""
 
 
 def add_parser(commands: common.Commands) -> None:

@@ -38,7 +38,7 @@ def add_parser(commands: common.Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the script as ``python SCRIPT ARGS…`` would; its errors and exit code pass through."""
+    """Run the script like ``python SCRIPT``, with its errors and its exit code."""
     from .. import install
 
     script = options.script
@@ -64,11 +64,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _read_default(text: str | None) -> bool | dict[str, Any]:
-    """Read ``--config``, a JSON object or its file; True without one.
-
-    The options apply to engines whose ds_config does not set them. Errors do not quote the text, which may contain
-    secrets.
-    """
+    """Read ``--config``: options of engines whose ds_config does not set them."""
     from ..config import merge_options
     from ..tensor_parallel.rules import from_config
 

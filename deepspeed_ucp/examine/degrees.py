@@ -69,12 +69,7 @@ class Degrees:
 
 
 def parse_degrees(text: str, source: Topology, *, world: int | None = None) -> Degrees:
-    """Parse ``dp=…,tp=…,pp=…,sp=…,ep=…,zero=…,precision=…``; missing degrees are 1.
-
-    Args:
-        source: topology with the default stage and precision.
-        world: number of ranks, which implies ``dp`` if it is missing.
-    """
+    """Parse ``dp=…,tp=…,zero=…``; ``source`` has the default stage and precision."""
     given: dict[str, str] = {}
     for item in (part.strip() for part in text.split(",") if part.strip()):
         key, _, value = (part.strip() for part in item.partition("="))

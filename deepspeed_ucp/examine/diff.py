@@ -38,8 +38,6 @@ class Tally:
     """The result of comparing elements.
 
     Attributes:
-        numel: elements compared.
-        differing: how many differ.
         first: position of the first that differs; -1 if none does.
         largest: largest absolute difference; inf if one side is not finite.
         relative: largest of |a - b| / max(|a|, |b|).
@@ -77,7 +75,6 @@ class AtomDifference:
         padding: result for the common padding rows.
         index: index of the first different element in the logical tensor; if the pattern is unknown, in the shard of
             rank ``shard``.
-        text: description of different shapes.
         instance: number of the copy, if several pipeline stages hold the parameter with different values.
     """
 
@@ -108,12 +105,10 @@ class Difference:
 
     Attributes:
         compared: number of common atoms with equal logical shapes.
-        numel: number of their elements.
         converted: number of atoms with different dtypes, compared as numbers.
         atoms: different atoms, the largest difference first.
         values: different scalars, hyper-parameters, counters and other state.
         notes: information: topology, padding rows.
-        unused: the user's rules without a match.
         tolerance: largest accepted absolute difference.
     """
 
@@ -164,11 +159,7 @@ def diff_checkpoints(
     *,
     rules: Sequence[RuleSet] = (),
 ) -> Difference:
-    """Compare two checkpoints, reading each byte once; collective, equal on all ranks.
-
-    Args:
-        rules: the user's patterns and renames (from A's names to B's).
-    """
+    """Compare two checkpoints; ``rules`` rename from A's names to B's (collective)."""
     comm = comm or Comm()
     left = recast(left, list_shapes(right))
 
@@ -312,10 +303,8 @@ def _note_padding(pairs: Sequence[Pair]) -> list[str]:
 def compare(left: Buffer, right: Buffer, dtype: str, other: str, rounded_to: str = "") -> Tally:
     """Compare elements of ``dtype`` with elements of dtype ``other``.
 
-    Elements of one dtype are equal if their bits are; of two dtypes if their values are, or both are NaN.
-
-    Args:
-        rounded_to: one of the two dtypes, to which the elements of the other one are rounded first.
+    Elements of one dtype are equal if their bits are; of two dtypes if their values are, or both are NaN. With
+    ``rounded_to``, one of the two dtypes, the elements of the other one are rounded to it first.
     """
     sides = ((left, dtype), (right, other))
     first, second = (

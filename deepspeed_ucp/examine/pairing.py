@@ -72,11 +72,8 @@ class Pairs:
     """The atoms of two checkpoints.
 
     Attributes:
-        both: in A and in B.
-        only_left, only_right: in one of them.
         shapes: (atom, description) of atoms with different logical shapes.
         names: A's name → B's name, if they differ.
-        unused: the user's rules without a match.
     """
 
     both: list[Pair]
@@ -92,19 +89,14 @@ class Pairs:
 
 
 def pair_atoms(
-    left: AtomicIndex,
-    right: AtomicIndex,
-    rules: Sequence[RuleSet] = (),
-    wanted: Callable[[str, str], bool] = lambda name, state: True,
+    left: AtomicIndex, right: AtomicIndex, rules: Sequence[RuleSet], wanted: Callable[[str, str], bool]
 ) -> Pairs:
     """Bring the atoms of two checkpoints together by name and state.
 
     Copies of parameters that have a master are left out. An instance that only one side has is compared with the other
     side's first one, and a parameter that is tied on one side with its owner. If one side has no masters, its weights
-    are compared with the other side's masters. If it has weights alone, optimizer states are left out.
-
-    Args:
-        wanted: (name, state) → whether it is compared; one of its names in either checkpoint counts.
+    are compared with the other side's masters. If it has weights alone, optimizer states are left out. An atom is
+    ``wanted`` by any of its names in either checkpoint.
     """
     rules = [replace(rule, resizes=()) for rule in rules]  # another shape is a difference
     renamed = apply_renames(left, list_shapes(right), rules, right.aliases)
@@ -153,11 +145,7 @@ def _list_atoms(index: AtomicIndex, weights: bool) -> dict[AtomKey, Atom]:
 def _choose(
     keys: Iterable[AtomKey], index: AtomicIndex, wanted: Callable[[str, str], bool], lacks: bool
 ) -> dict[AtomKey, None]:
-    """Return the wanted atoms in order. A tied parameter has several names.
-
-    Args:
-        lacks: one side has no masters.
-    """
+    """Return the wanted atoms in order; ``lacks``: one side has no masters."""
     names: dict[str, list[str]] = {}
     for alias, owner in index.aliases.items():
         names.setdefault(owner, []).append(alias)
@@ -196,12 +184,7 @@ def _find_partner(
 
 
 def list_partners(param: ParamKey, index: AtomicIndex, names: Mapping[str, str]) -> tuple[ParamKey, ...]:
-    """List a parameter's candidates in the other checkpoint, the best first.
-
-    Args:
-        index: the other checkpoint.
-        names: names of the other checkpoint, if they differ.
-    """
+    """List a parameter's candidates in the other checkpoint, the best first."""
     name = names.get(param.name, param.name)
     return ParamKey(name, param.instance), ParamKey(name), ParamKey(index.resolve(name))
 

@@ -16,11 +16,7 @@ from ..torchsave.records import FileRecords
 
 
 def read_proof(path: str, *, of_source: bool) -> Seal:
-    """Read a seal, or one that a manifest holds.
-
-    Args:
-        of_source: of a manifest, return the seal of the conversion's source, not of its own files.
-    """
+    """Read a seal, or a manifest's: of its files, or of its source's (``of_source``)."""
     try:
         seal = read_seal(path)
         return make_seal(parse_index(seal, path)) if of_source and seal.is_manifest else seal
@@ -45,7 +41,6 @@ def compare_proofs(
         against: path of a seal or a manifest. A manifest proves an atomic checkpoint's own files, or a normal
             checkpoint that was converted.
         report: what the folder is; faults in it are not repeated.
-        sizes: all files with their bytes.
         listed: the directories of this rank's files.
     """
     proofs = {"": report.manifest.seal} if report.manifest else {}

@@ -127,11 +127,7 @@ def _measure(index: AtomicIndex, names: Iterable[str], local: Shapes, layouts: L
 def _settle(
     index: AtomicIndex, saved: Mapping[str, str], rules: Sequence[RuleSet], check: ResumeCheck
 ) -> tuple[Shapes, Layouts]:
-    """Return local shapes by tensor-parallel rank, and layouts, by the target's names.
-
-    Args:
-        saved: the target's names → saved names.
-    """
+    """Return local shapes by rank, and layouts; ``saved``: target's → saved name."""
     tp = check.degrees.tp
     if index.topology.tp == tp == 1:
         weights = settling.list_weights(index)

@@ -11,11 +11,7 @@ from .degrees import Degrees
 
 
 def estimate_run(params: int, degrees: Degrees, states: int) -> dict[str, int]:
-    """Estimate memory and disk of a dense model.
-
-    Args:
-        params: parameters of the whole model, all of them trained.
-        states: element-wise fp32 states per parameter.
+    """Estimate memory and disk of a dense model with fp32 ``states`` per parameter.
 
     Returns:
         Bytes of one rank, without padding, activations and communication buffers: ``weights`` (0 if the masters are the
@@ -54,15 +50,7 @@ def count_state(index: AtomicIndex, degrees: Degrees) -> tuple[int, int]:
 
 
 def measure_save(states: int, weights: int, degrees: Degrees, per_node: int) -> tuple[int, int]:
-    """Distribute a save's bytes over nodes, as DeepSpeed does.
-
-    Args:
-        states, weights: as returned by :func:`count_state`.
-        per_node: consecutive ranks of a node.
-
-    Returns:
-        Bytes of the node that writes most, and the number of nodes.
-    """
+    """Return the bytes on the node that writes most of a save, and the nodes."""
     world, tp = degrees.world, degrees.tp
     cut, whole = (states, weights) if degrees.traits.is_cut else (0, states + weights)
     if degrees.zero == 3:
@@ -81,7 +69,6 @@ class SaveWay:
     """A way to save, and one kind of failure; times in seconds.
 
     Attributes:
-        saves: name of the way.
         leaves: newest save that such a failure leaves.
         stall: time for which a save stops training.
         safe: time from the begin of a save until it survives such a failure.
@@ -98,7 +85,7 @@ class SaveWay:
 
 
 def judge_interval(way: SaveWay, seconds: float, mtbf: float) -> tuple[float, float]:
-    """Compute the exact cost of ``seconds`` of training between saves (Poisson failures).
+    """Compute the exact cost of ``seconds`` between two saves (Poisson failures).
 
     Of X seconds between two failures the k-th safe save takes ``restart + k · seconds + (k - 1) · stall + safe``. X is
     exponential: the sum over k of the probabilities that X is longer is a geometric series. If a save is safe as soon

@@ -40,7 +40,6 @@ def look_at_tag(folder: str, path: str, also: Sequence[str] = ()) -> dict[str, A
     """Describe a tag by its headers, as data for ``ds_ucp list --json``.
 
     Args:
-        folder, path: as :func:`find_saves` returns it.
         also: folders that hold further files of the tag.
 
     Returns:

@@ -54,7 +54,6 @@ class ValueDifference:
         section: ``scalar``, ``hyper-parameter``, ``counter``, ``scaler``, ``clipping`` or ``client``.
         key: which; a path with dots in the client state.
         left, right: values of A and B; ``ABSENT`` if missing.
-        names: the parameters it concerns.
     """
 
     section: str
@@ -67,11 +66,7 @@ class ValueDifference:
 def compare_values(
     left: AtomicIndex, right: AtomicIndex, names: Mapping[str, str], wants: Callable[[str], bool]
 ) -> list[ValueDifference]:
-    """Compare scalars and hyper-parameters of the parameters that both sides have.
-
-    Args:
-        names: A's names → B's, of those that differ.
-    """
+    """Compare scalars and hyper-parameters; ``names``: A's → different names of B."""
     differences: list[ValueDifference] = []
     for section, mine, theirs in (
         ("scalar", _list_scalars(left), _list_scalars(right)),
@@ -205,9 +200,7 @@ def _differ_in_trees(
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yield (path, value of A, value of B) for all differences of two object trees.
 
-    Args:
-        begin: the path and the parts of A and B to start from.
-        seen: compared pairs; shared parts would take exponential time otherwise.
+    ``seen`` has the compared pairs: shared parts would take exponential time otherwise.
     """
     todo = [begin]
     while todo:

@@ -62,10 +62,7 @@ class Verification:
     Attributes:
         kind: ``normal``, ``atomic`` or ``foreign``.
         topology: description of the saving topology; empty if unknown.
-        files: all files with tensors or state.
         others: further files, which are not read.
-        read: bytes read.
-        seconds: time from listing to result.
         faults: faults and warnings, sorted by file.
         fingerprint: fingerprint of an atomic checkpoint's source.
     """
@@ -109,7 +106,6 @@ def verify_checkpoint(
     """Verify every file of a checkpoint; collective, equal results on all ranks.
 
     Args:
-        folder: a tag's folder, or an atomic checkpoint.
         groups: parameter names of a stage-0 checkpoint's optimizer (``Naming.groups``).
         against: path of a seal or of an atomic checkpoint's manifest: the files must be the sealed, converted or
             written ones.
@@ -142,14 +138,8 @@ def verify_checkpoint(
     reports = [_describe_file(name, sizes[name], listed.get(name)) for name in seen]
     gathered = comm.gather((reports, found, examiner.read, others))
     leftovers = {finding.file for finding in more if finding.kind == "leftover"}
-    faults = [
-        *more,
-        *(
-            replace(fault, severity=WARNING) if fault.file in leftovers else fault  # it prevents no load
-            for _, found, *_ in gathered
-            for fault in found
-        ),
-    ]
+    found = [fault for _, part, *_ in gathered for fault in part]
+    faults = [*more, *(replace(fault, severity=WARNING) if fault.file in leftovers else fault for fault in found)]
     if index is not None and not headers_only and all(fault.warning for fault in faults):
         try:
             check_samples(index, index.atoms, comm)
@@ -380,11 +370,7 @@ def _excuse(fault: Finding, path: str) -> Finding:
 
 
 def list_findings(report: FolderReport, groups: Any = None) -> list[Finding]:
-    """List the findings about a folder's headers and its ``latest``.
-
-    Args:
-        groups: parameter names that a stage-0 checkpoint was opened with; it saves optimizer states without names.
-    """
+    """List findings about headers, opened with ``groups``, and about ``latest``."""
     findings = []
     for finding in report.findings:
         if finding.kind == "unsupported":

@@ -57,9 +57,6 @@ def export_dcp(
 ) -> OutputReport:
     """Write weights and states for ``torch.distributed.checkpoint`` (collective).
 
-    Args:
-        layout: one of ``LAYOUTS``.
-
     Raises:
         UcpError: equal on all ranks; the destination is unchanged.
     """

@@ -106,11 +106,7 @@ class LikeModel:
         return {name: shapes[0] for name, shapes in list_shapes(self.weights).items()} if self.weights else {}
 
     def name_as_files(self, index: AtomicIndex, renames: Collection[Rename]) -> AtomicIndex:
-        """Return the index with the names and forms of files instead of those in memory.
-
-        Args:
-            renames: the user's rules, which take precedence.
-        """
+        """Return the index with names and forms of files, unless ``renames`` match them."""
         saved = {param.name for param in index.atoms.storages}
         known = {name for name in saved if not any(rule.match(name) for rule in renames)}
         for model in self.models if known - self.shapes.keys() else ():
@@ -133,8 +129,7 @@ class LikeModel:
     def compare(self, selection: Selection) -> list[str]:
         """Compare names and shapes with those that ``from_pretrained`` requires.
 
-        Returns:
-            Names to omit: the model ties them to names with equal elements (FSDP saves both).
+        It returns names to omit: the model ties them to names with equal elements (FSDP saves both).
         """
         written = {tensor.names[0]: tensor.shape for tensor in selection.weights}
         readings = [_read(model, written) for model in self.models]
@@ -199,7 +194,6 @@ class _LoadableTensors:
     Attributes:
         wanted: shapes of the model's tensors.
         made: shapes of the tensors that it makes of the file.
-        missing: names that the file lacks.
         twice: name in the file → other name in the file that the model ties it to.
     """
 

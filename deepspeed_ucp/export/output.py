@@ -69,10 +69,7 @@ class Export:
     def verify(self, tensors: Iterable[Tensor], checks: Sequence[Checked], again: int = 0) -> None:
         """Compare bytes read with checksums, and masters with their copies (collective).
 
-        Logs the tensors whose values are too large for the written element type.
-
-        Args:
-            again: bytes that were read twice, which the report counts too.
+        Logs tensors with too large values for the written type. The report counts ``again``, bytes read twice.
         """
         index, nbytes = self.selection.index, again + sum(check.nbytes for check in checks)
         nbytes += verify_reads(checks, index, self.comm, threads=self.report.workers)

@@ -37,10 +37,8 @@ class ExportOptions(WorkOptions):
         dtype: element type of floating-point weights and buffers; None keeps the stored one.
         tied: "drop" tied names, or write each as a "copy" (default: as the format's libraries do).
         keep_padding: keep the padding rows of vocabularies.
-        frozen: write frozen parameters too.
         strip_prefix: prefix to remove from names after renaming.
         renames: rules from saved names to written names; the first match counts.
-        overwrite: replace an earlier export at the destination.
         adapter: name of the only adapter to write; empty: write adapters as other parameters.
         adapter_config: its ``adapter_config.json``.
     """
@@ -63,8 +61,7 @@ class Tensor:
     Attributes:
         names: written names: its name, and tied names.
         full: the full tensor. Its first elements are written, without padding rows.
-        shape: written shape.
-        dtype: written element type.
+        shape, dtype: as written.
     """
 
     names: tuple[str, ...]
@@ -82,11 +79,7 @@ class Tensor:
         return self.numel * ITEMSIZE[self.dtype]
 
     def convert(self, data: memoryview, scratch: Scratch, overflowed: set[str]) -> memoryview:
-        """Convert stored elements to written ones, in ``scratch`` if the types differ.
-
-        Args:
-            overflowed: gets the tensor's name if elements were too large.
-        """
+        """Convert stored elements; ``overflowed`` gets the name if some are too large."""
         if self.dtype == self.full.dtype:
             return data
         into = scratch.take(data.nbytes // self.full.itemsize * ITEMSIZE[self.dtype])
@@ -124,7 +117,6 @@ class Selection:
         weights: weights and buffers, in the order of the state dict if known.
         states: optimizer states by atom, without copies of later pipeline stages.
         names: saved name → written name.
-        unused: the user's rules without a match.
         resizes: whether the user gave resize rules, which only apply to loads.
         overflowed: names of tensors with elements that were too large for the written type, on this rank.
     """
@@ -241,11 +233,7 @@ def strip_names(renamed: Mapping[str, str], prefix: str) -> dict[str, str]:
 
 
 def choose_adapter(names: Collection[str], adapter: str, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return saved name → name in PEFT's file, for the tensors of an adapter.
-
-    Args:
-        config: the adapter's configuration, with the trained biases of the base.
-    """
+    """Return saved name → name in PEFT's file; ``config`` names trained biases."""
     written = dict[str, str]()
     mode, biases = config.get("bias", "none"), {f"{module}.base_layer.bias" for module in list_adapted(names)}
     for name in names:
