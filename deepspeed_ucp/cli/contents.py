@@ -34,8 +34,6 @@ _SHOWN = ("vocab", "dim", "parts", "blocks", "grid")
 """Fields of a pattern that the table shows."""
 
 _MOST_NAMES = 12
-"""Names that a finding lists."""
-
 
 Parameter: TypeAlias = dict[str, Any]
 """A parameter or buffer, as in the JSON.

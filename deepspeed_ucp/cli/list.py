@@ -95,12 +95,7 @@ def _list_stored(folder: str, *, required: bool) -> list[Row]:
 
 
 def _list_in_memory(memory: str, folder: str | None) -> list[Row]:
-    """List the saves in this node's memory.
-
-    Args:
-        memory: as in the ds_config; if all of a user's saves are wanted, the user's folder in it.
-        folder: only saves of this folder; None for all.
-    """
+    """List this node's saves of a folder in memory, or all in a user's folder of it."""
     from ..saves.search import list_in_memory, open_memory
 
     try:
@@ -204,7 +199,6 @@ def _write(rows: Sequence[Row], resumed: str) -> list[str]:
 
 
 def _write_memory(row: Row) -> str:
-    """Folder, host, nodes and pending destinations of a save in memory."""
     memory = row["memory"]
     text = f"in {row['folder']} on {memory['host']}, for {memory['save_dir']}"
     if memory["nodes"] > 1:

@@ -23,9 +23,7 @@ from ..platforms import MPI_RANKS
 
 OK = 0
 FAULT = 1
-"""A fault or a difference was found, or a plan is impossible."""
 ERROR = 2
-"""Bad usage, unreadable files, a refusal."""
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 

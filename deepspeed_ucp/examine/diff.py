@@ -91,7 +91,6 @@ class AtomDifference:
 
     @property
     def label(self) -> str:
-        """Parameter for messages."""
         return str(ParamKey(self.name, self.instance))
 
     def is_within(self, tolerance: float) -> bool:
@@ -123,7 +122,6 @@ class Difference:
 
     @property
     def equal(self) -> bool:
-        """Nothing differs by more than the tolerance."""
         return not self.values and all(atom.is_within(self.tolerance) for atom in self.atoms)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from ..extensions.rename import apply_renames
 from ..io.cast import FLOATING
 from ..model.index import AtomicIndex
-from ..model.storage import COPY, MASTER, MODULE, Atom, AtomKey, ParamKey, count
+from ..model.storage import COPY, MASTER, MODULE, WEIGHTS, Atom, AtomKey, ParamKey, count
 from ..model.view import Shapes
 from ..plan.settling import list_shapes, order_rules
 from ..stream.full_tensors import FullTensor, assemble_full_tensor, is_remade
@@ -84,7 +84,6 @@ class Pairs:
     unused: list[str]
 
     def __bool__(self) -> bool:
-        """False if no atom of either checkpoint was selected."""
         return bool(self.both or self.only_left or self.only_right or self.shapes)
 
 
@@ -133,12 +132,8 @@ def pair_atoms(
     )
 
 
-_WEIGHTS = (MASTER, MODULE, COPY)
-"""States of a weight."""
-
-
 def _list_atoms(index: AtomicIndex, weights: bool) -> dict[AtomKey, Atom]:
-    kept = (key for key in index.atoms if not is_remade(key, index) and (key.state in _WEIGHTS or not weights))
+    kept = (key for key in index.atoms if not is_remade(key, index) and (key.state in WEIGHTS or not weights))
     return {key: index.atoms[key] for key in kept}
 
 
@@ -151,7 +146,7 @@ def _choose(
         names.setdefault(owner, []).append(alias)
 
     def is_wanted(key: AtomKey) -> bool:
-        states = _WEIGHTS if lacks and key.state in _WEIGHTS else (key.state,)
+        states = WEIGHTS if lacks and key.state in WEIGHTS else (key.state,)
         return any(wanted(name, state) for name in (key.name, *names.get(key.name, ())) for state in states)
 
     return dict.fromkeys(filter(is_wanted, keys))
@@ -177,8 +172,8 @@ def _find_partner(
 ) -> AtomKey | None:
     partners = list_partners(key.param, index, names)
     is_tied_there = partners[-1] != partners[1]  # FSDP saves a tied tensor twice, the second time without states
-    is_any = key.state in _WEIGHTS if lacks else key.state == MODULE and is_tied_there
-    states = _WEIGHTS if is_any else (key.state,)
+    is_any = key.state in WEIGHTS if lacks else key.state == MODULE and is_tied_there
+    states = WEIGHTS if is_any else (key.state,)
     keys = (AtomKey(param.name, state, param.instance) for param in partners for state in states)
     return next((candidate for candidate in keys if candidate in atoms), None)
 

@@ -61,10 +61,8 @@ def check_resume(
     files = index.files
     check = ResumeCheck(degrees, files=len(files), checkpoint=sum(file.size for file in files))
     saved, objections = replace(index.topology, flats=()), Objections()
-    if index.format:
-        check.differences.append("not DeepSpeed's own format")
-    else:
-        check.differences += find_differences(saved, degrees.to_topology(saved))
+    differences = find_differences(saved, degrees.to_topology(saved))
+    check.differences = ["not DeepSpeed's own format"] if index.format else differences
     with objections:
         check.batch = _fit_batch(read_saved_config(index), degrees.dp, train_batch)
     with objections:

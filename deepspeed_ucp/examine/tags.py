@@ -39,9 +39,6 @@ def find_saves(folder: str) -> list[str]:
 def look_at_tag(folder: str, path: str, also: Sequence[str] = ()) -> dict[str, Any]:
     """Describe a tag by its headers, as data for ``ds_ucp list --json``.
 
-    Args:
-        also: folders that hold further files of the tag.
-
     Returns:
         The row, with ``age`` as sort key. ``weights_only``: it lacks only the optimizer states, and all of them.
 

@@ -17,14 +17,13 @@ from ..formats.deepspeed.ownfiles import find_state_file
 from ..formats.deepspeed.reading import select_extra_states
 from ..io.store import read_bytes
 from ..model.index import ASKED, BATCH_SIZES, BEGUN, SHUFFLED, AtomicIndex
-from ..model.storage import COPY, ITEMSIZE, MASTER, MODULE, ParamKey
+from ..model.storage import ITEMSIZE, WEIGHTS, ParamKey
 from ..secrets import hide_at
 from ..torchsave.objects import PickledObject, TensorRef, describe, to_number
 from ..torchsave.torchfile import TorchFile, read_header
 from .pairing import list_partners
 
 ABSENT = "(absent)"
-"""Placeholder of a missing value."""
 
 LIMIT = 100
 """Largest number of reported differences of the client state."""
@@ -150,7 +149,7 @@ def _differ_in_keys(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterat
 
 def _list_scalars(index: AtomicIndex) -> dict[ParamKey, dict[str, Any]]:
     """Return each parameter's optimizer scalars, including its group's ``step``."""
-    by_param = {key.param: dict[str, Any]() for key in index.atoms if key.state not in (MASTER, MODULE, COPY)}
+    by_param = {key.param: dict[str, Any]() for key in index.atoms if key.state not in WEIGHTS}
     by_param |= {param: dict(scalars) for param, scalars in index.scalars.items()}
     for group in index.groups:
         for param in group.members if "step" in group.hyper else ():

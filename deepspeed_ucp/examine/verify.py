@@ -84,7 +84,6 @@ class Verification:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all verified files."""
         return sum(file.nbytes for file in self.files)
 
     @property
@@ -266,7 +265,11 @@ class _Examiner:
         for name in listed.keys() & scans.keys():  # an unreadable directory is a fault already
             faults += _find_damage(files[name].path, name, listed[name], scans[name], self.index)
         for name, file in listed.items():
-            faults += self._compare_known(name, files[name].path, file.header_crc)
+            number = self.known.get(path := files[name].path)
+            known = self.index.files[number] if self.index and number is not None else None
+            if known is not None and known.places and known.header_crc not in (None, file.header_crc):
+                sums = f"{file.header_crc:08x}, the save's {known.header_crc:08x}"
+                faults.append(Finding("foreign", name, f"{path}: its directory has CRC32 {sums}; it is another file."))
         return {name: _Result(listed.get(name), [fault for fault in faults if fault.file == name]) for name in files}
 
     def _look_at(self, name: str, file: ScanFile) -> FileRecords | Finding:
@@ -294,14 +297,6 @@ class _Examiner:
         with self.options.bar(sum(file.size for file in wanted)) as progress:
             scans = scan_files(wanted, threads=threads, window=self.options.window, progress=progress)
         return dict(zip(files, scans, strict=True))
-
-    def _compare_known(self, name: str, path: str, crc: int) -> Iterator[Finding]:
-        """Yield a fault for an intact file that is not the one in the index."""
-        number = self.known.get(path)
-        file = self.index.files[number] if self.index and number is not None else None
-        if file is not None and file.places and file.header_crc not in (None, crc):
-            text = f"{path}: its directory has CRC32 {crc:08x}, the save's {file.header_crc:08x}; it is another file."
-            yield Finding("foreign", name, text)
 
 
 # -- damaged bytes ----------------------------------------------------------------------------------------------------

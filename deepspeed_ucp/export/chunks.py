@@ -74,7 +74,6 @@ class Planner(DefaultSavePlanner):
         return self.plan
 
     def count_bytes(self, plan: SavePlan) -> int:
-        """Return the bytes of the source in a plan's chunks."""
         return sum(self.chunks[item.index].nbytes for item in plan.items if item.index in self.chunks)
 
     def _cut(self, item: WriteItem) -> Iterator[WriteItem]:

@@ -28,6 +28,7 @@ from ..io.read import Checked
 from ..io.store import read_small
 from ..io.threads import run_threads
 from ..model.index import AtomicIndex
+from ..model.storage import WEIGHTS
 from ..plan.conversion import ALIGNMENT
 from ..plan.settling import describe_irregular
 from ..stream.report import OutputReport
@@ -35,7 +36,7 @@ from ..tensor_parallel.rules import RuleSet
 from .chunks import Planner, Writer, deal
 from .output import Export, stage_export
 from .statedict import LAYOUTS, Placeholders, Trees, make_trees
-from .tensors import WEIGHTS, ExportOptions, Selection, select_tensors
+from .tensors import ExportOptions, Selection, select_tensors
 
 logger = logging.getLogger("deepspeed_ucp")
 

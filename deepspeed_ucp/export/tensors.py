@@ -14,7 +14,7 @@ from ..errors import CheckpointError, ConfigError, MismatchError, advise, shorte
 from ..io.cast import FLOATING, cast, find_dtype
 from ..io.memory import Scratch
 from ..model.index import AtomicIndex
-from ..model.storage import COPY, ITEMSIZE, MASTER, MODULE, AtomKey, count
+from ..model.storage import COPY, ITEMSIZE, MASTER, MODULE, WEIGHTS, AtomKey, count
 from ..plan.settling import list_weights, refuse_unreadable
 from ..stream.full_tensors import FullTensor, WorkOptions, assemble_full_tensors
 from ..stream.reader import refuse_scattered
@@ -24,9 +24,6 @@ from ..tensor_parallel.rename import Rename, find_idle, rename_names
 from ..tensor_parallel.rules import RuleSet, list_renames
 
 logger = logging.getLogger("deepspeed_ucp")
-
-WEIGHTS = (MASTER, MODULE, COPY)
-"""States of a weight or a buffer, by precedence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,9 @@ MODULE = "module"
 COPY = "copy"
 """State name of the model's copy of an optimized parameter (16-bit or fp32) in the model states."""
 
+WEIGHTS = (MASTER, MODULE, COPY)
+"""States of a weight or a buffer, by precedence."""
+
 ITEMSIZE = {
     "float64": 8,
     "float32": 4,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from deepspeed_ucp.cli.dispatch import main
+from tests.support.exports import check_same, read_all
 from tests.support.reshard3d import VOCAB, draw_state, make_plain
 from tests.synth import ExpertLayer, Model, Param, Run, State, Topology, random_state, write_checkpoint
 
@@ -141,27 +141,17 @@ EXPERTS = Model(
 )
 
 
-def write_experts(folder: Path, topology: Topology) -> tuple[Path, State]:
+@pytest.mark.parametrize(
+    "topology", [Topology(1, 4, "bf16", ep=(2, 4)), Topology(0, 4, "bf16", "unfused", ep=(2, 2))], ids=lambda t: t.label
+)
+def test_masters_and_states_of_experts_are_exported(tmp_path: Path, topology: Topology) -> None:
+    """At stage 0 DeepSpeed moves experts out of the optimizer's group, which needs names."""
+    groups = [] if topology.stage else ["--groups", "module"]
     state = random_state(EXPERTS, 1, precision=topology.precision)
-    return write_checkpoint(folder, EXPERTS, state, topology), state
-
-
-def test_weights_of_experts_are_exported(tmp_path: Path, run_json: Any) -> None:
-    path, state = write_experts(tmp_path, Topology(1, 4, "bf16", ep=(2, 4)))
-    assert run_json("export", path, tmp_path / "out", "--dtype", "fp32")[0] == 0
-    exported: dict[str, torch.Tensor] = {}
-    for file in (tmp_path / "out").glob("*.safetensors"):
-        exported |= load_file(file)
-    assert exported.keys() == state.atoms.keys()
-    assert all(torch.equal(exported[name], held["fp32"]) for name, held in state.atoms.items())
-
-
-def test_experts_at_stage_0_are_exported_with_names_from_groups(tmp_path: Path, run_json: Any) -> None:
-    """DeepSpeed moves experts out of the optimizer's group."""
-    path, state = write_experts(tmp_path / "saved", Topology(0, 4, "bf16", "unfused", ep=(2, 2)))
-    assert run_json("convert", path, tmp_path / "out")[0] == 2
-    assert run_json("convert", path, tmp_path / "out", "--groups", "module")[0] == 0
-    for name, held in state.atoms.items():
-        for each in ("fp32", "exp_avg"):
-            found = torch.load(tmp_path / "out" / "zero" / name / f"{each}.pt", weights_only=False)["param"]
-            assert torch.equal(found, held[each]), (name, each)
+    path = write_checkpoint(tmp_path, EXPERTS, state, topology)
+    assert topology.stage or export(path, tmp_path / "out", "--to", "dcp") == 2
+    assert export(path, tmp_path / "out", "--to", "dcp", *groups) == 0
+    found = read_all(tmp_path / "out")
+    check_same(found["model"], {name: held["fp32"] for name, held in state.atoms.items()})
+    states = found["optim"]["state"]
+    check_same({n: states[n]["exp_avg"] for n in states}, {n: held["exp_avg"] for n, held in state.atoms.items()})

@@ -44,9 +44,7 @@ LINES = {
     ],
     "inspect": [
         "inspect good",
-        "inspect good --all",
         "inspect good --param lm_head.weight",
-        r"inspect good --param h\.1\..*4h_to_h\.bias",
         "inspect tensor",
         f"inspect tensor --patterns {PATTERNS}",
         "inspect made",
@@ -59,10 +57,10 @@ LINES = {
         "inspect megatron",
         "inspect truncated",
         "inspect leftover/global_step3",
-        "inspect unnamed",
+        "inspect unnamed --all",
         "inspect unnamed --groups groups.json",
         *("inspect unnamed --groups wrong.json", "inspect unnamed --groups absent.json"),
-        *("inspect unnamed --groups module", "inspect tensor --param wte.weight --groups module"),
+        *("inspect unnamed --groups module", "inspect tensor --param wt.*weight --groups module"),
     ],
     "verify": [
         "verify good",
@@ -117,7 +115,6 @@ LINES = {
         f"plan tensor --target dp=2,zero=1 --patterns {PATTERNS}",
         f"plan good --target dp=2,zero=2 --net-gbs 25 {SAVES}",
         "plan --params 1B --ranks 4",
-        f"plan --params 985.7e9 --ranks 8192 --target tp=8,pp=64 --net-gbs 25 {SAVES}",
         "plan foreign --target dp=4,zero=3",
         "plan good",
         "plan --params 1B --ranks 4 --mtbf 8h",
@@ -151,15 +148,13 @@ LINES = {
 def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     root = tmp_path_factory.mktemp("golden")
     good = write_sample(root / "good", Topology(1, 2, "bf16"), make_gpt(2))
-    for name in ("damaged", "missing", "weights", "warned", "dangling", "sealed", "leftover"):
+    for name in ("damaged", "missing", "weights", "warned", "dangling", "sealed"):
         shutil.copytree(good.parent, root / name)
     flip_largest(root / "damaged" / good.name / OPTIM)
     (root / "missing" / good.name / OPTIM).unlink()
     truncated = write_sample(root / "truncated", Topology(1, 3, "bf16"), make_gpt(1))
     (truncated / OPTIM).unlink()
     os.truncate(truncated / OPTIM.replace("rank_1", "rank_2"), 1000)
-    shutil.copy(good / OPTIM, root / "leftover" / good.name / OPTIM.removeprefix("bf16_").replace("rank_1", "rank_7"))
-    (root / "leftover" / "latest").unlink()
     write_sample(root / "unnamed", Topology(0, 2), make_gpt(2))
     groups = [[param.name for param in group] for group in make_gpt(2).groups]
     (root / "groups.json").write_text(json.dumps(groups))
@@ -175,9 +170,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     model = Model((Param("a", (30, 50)),))
     for name in ("legacy", "mixed"):
         write_checkpoint(root / name, model, random_state(model, 0), Topology(1, 2), legacy=True)
-    write_checkpoint(root / "zip", model, random_state(model, 0), Topology(1, 2))
-    states = next((root / "zip").glob("*/mp_rank_00_model_states.pt"))
+    leftover = write_checkpoint(root / "leftover", model, random_state(model, 0), Topology(1, 2), latest=False)
+    states = leftover / "mp_rank_00_model_states.pt"
     shutil.copy(states, next((root / "mixed").glob(f"*/{states.name}")))
+    shutil.copy(good / OPTIM, leftover / OPTIM.replace("rank_1", "rank_7"))
     for name in ("empty", "megatron", "nothing"):
         (root / name).mkdir()
     (root / "nothing" / "model.safetensors").write_bytes(bytes(30))
@@ -283,7 +279,7 @@ def test_the_first_line_agrees_with_the_exit_code(command: str) -> None:
         "possible",
         r".*: \d+ tensors(?! differ)",
     )
-    good = "|".join((*verdicts, ".*: already", "wte.weight", "h.1"))
+    good = "|".join((*verdicts, ".*: already", "wte.weight"))
     for block in (GOLDEN / f"{command}.txt").read_text(encoding="utf-8").split("\n\n$ ds_ucp "):
         lines = block.splitlines()
         (code,) = (int(line.split()[-1]) for line in lines if line.startswith("exit code "))

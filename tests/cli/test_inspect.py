@@ -33,25 +33,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Topology]
     return get
 
 
-@pytest.fixture
-def inspect(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """Return a function that runs the command with --json and returns the object, with exit code and stderr."""
-
-    def call(*args: object) -> Any:
-        code = main(["inspect", *map(str, args), "--json"])
-        shown = capsys.readouterr()
-        return {**json.loads(shown.out), "code": code, "stderr": shown.err}
-
-    return call
-
-
 @pytest.mark.parametrize("topology", [ZERO1, ZERO3, TENSOR, THREE_D], ids=lambda t: t.label)
 def test_inspect_describes_the_contents_of_a_checkpoint(
-    topology: Topology, checkpoints: Callable[[Topology], Path], inspect: Callable[..., Any]
+    topology: Topology, checkpoints: Callable[[Topology], Path], run_json: Any
 ) -> None:
     model = make_pipe() if topology.pp > 1 else make_gpt()
-    result = inspect(checkpoints(topology), *(["--patterns", PATTERNS] if topology.tp > 1 else []))
-    assert result["code"] == 0
+    code, result = run_json("inspect", checkpoints(topology), *(["--patterns", PATTERNS] if topology.tp > 1 else []))
+    assert code == 0
     degrees = [result["topology"][key] for key in ("zero_stage", "dp", "tp", "pp", "precision", "master")]
     assert degrees == [topology.stage, topology.dp, topology.tp, topology.pp, "bfloat16", "float32"]
     assert result["counters"]["global_steps"] == 3
@@ -63,10 +51,8 @@ def test_inspect_describes_the_contents_of_a_checkpoint(
     buffers = {name: tuple(tensor.shape) for name, tensor in model.buffers.items()}
     assert shapes == {param.name: param.shape for param in model.owners} | buffers
     assert result["ties"] == {param.name: param.alias_of for param in model.params if param.alias_of}
-    kinds = {
-        kind: [row["name"] for row in result["parameters"] if row["kind"] == kind] for kind in ("frozen", "buffer")
-    }
-    assert kinds == {"frozen": [p.name for p in model.owners if p.frozen], "buffer": list(model.buffers)}
+    for kind, names in (("frozen", [p.name for p in model.owners if p.frozen]), ("buffer", list(model.buffers))):
+        assert [row["name"] for row in result["parameters"] if row["kind"] == kind] == names
     assert result["findings"] == []
     totals = result["totals"]
     assert totals["elements"] == sum(param.numel for param in model.owners)
@@ -79,14 +65,14 @@ def test_inspect_describes_the_contents_of_a_checkpoint(
 
 @pytest.mark.parametrize("topology", [ZERO1, ZERO3, THREE_D], ids=lambda t: t.label)
 def test_inspect_param_lists_the_bytes_of_a_parameter(
-    topology: Topology, checkpoints: Callable[[Topology], Path], inspect: Callable[..., Any]
+    topology: Topology, checkpoints: Callable[[Topology], Path], run_json: Any
 ) -> None:
     """Reading these offsets of these files gives the parameter."""
     folder = checkpoints(topology)
     model = make_pipe() if topology.pp > 1 else make_gpt()
     name = "1.mlp.dense_4h_to_h.weight" if topology.pp > 1 else "h.2.mlp.dense_4h_to_h.weight"
     state = random_state(model, 0, precision="bf16", topology=topology)
-    result = inspect(folder, "--param", name)
+    _, result = run_json("inspect", folder, "--param", name)
     assert result["hyper"]["lr"] == 1e-3
     for each in ("fp32", "exp_avg", "exp_avg_sq"):
         for rank, shape in enumerate(result["shards"]):
@@ -109,28 +95,24 @@ def converted(checkpoints: Callable[[Topology], Path], tmp_path_factory: pytest.
 
 
 def test_inspect_of_an_atomic_checkpoint_names_its_source(
-    converted: Path, checkpoints: Callable[[Topology], Path], inspect: Callable[..., Any]
+    converted: Path, checkpoints: Callable[[Topology], Path], run_json: Any
 ) -> None:
-    result, source = inspect(converted), inspect(checkpoints(TENSOR), "--patterns", PATTERNS)
+    _, result = run_json("inspect", converted)
+    _, source = run_json("inspect", checkpoints(TENSOR), "--patterns", PATTERNS)
     assert result["topology"]["wrapper"] == "atomic"
     assert result["written_by"]["tool"].startswith("deepspeed_ucp ")
     assert result["written_by"]["source"]["topology"]["tp"] == 2
     files = {each["name"]: each["size"] for each in result["written_by"]["source"]["fingerprint"]["files"]}
     assert files.items() <= {each["name"]: each["size"] for each in source["files"]}.items()
-    assert result["counters"]["global_steps"] == source["counters"]["global_steps"]
-    assert result["ties"] == source["ties"]
-    assert result["totals"]["elements"] == source["totals"]["elements"]
-    rows = {row["name"]: row for row in result["parameters"]}
-    before = {row["name"]: row for row in source["parameters"]}
-    assert {name: (row["shape"], row["pattern"], row["kind"]) for name, row in rows.items()} == {
-        name: (row["shape"], row["pattern"], row["kind"]) for name, row in before.items()
-    }
-    on_disk = [path for path in converted.rglob("*") if path.is_file()]
-    assert result["totals"]["files"] == len(on_disk)
+    for each in (result, source):
+        each["rows"] = {row["name"]: (row["shape"], row["pattern"], row["kind"]) for row in each["parameters"]}
+        each |= {"step": each["counters"]["global_steps"], "elements": each["totals"]["elements"]}
+    assert all(result[key] == source[key] for key in ("rows", "ties", "step", "elements"))
+    assert result["totals"]["files"] == sum(path.is_file() for path in converted.rglob("*"))
 
 
 def test_a_hyper_parameter_of_thousands_of_digits_is_shortened(
-    tmp_path: Path, inspect: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, run_json: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Python refuses to print such an integer."""
     folder = write_sample(tmp_path, ZERO1)
@@ -138,8 +120,8 @@ def test_a_hyper_parameter_of_thousands_of_digits_is_shortened(
         tree = torch.load(path, weights_only=False)
         tree["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][0]["seed"] = 10**5000
         torch.save(tree, path)
-    result = inspect(folder)
-    assert result["code"] == 0
+    code, result = run_json("inspect", folder)
+    assert code == 0
     assert "an integer of 16610 bits" in json.dumps(result["optimizer"]["groups"][0]["hyper"]["seed"])
     assert main(["inspect", str(folder)]) == 0
     assert "an integer of 16610 bits" in " ".join(capsys.readouterr().out.split())

@@ -28,7 +28,7 @@ from deepspeed_ucp.cli.common import read_rules
 from deepspeed_ucp.cli.dispatch import load_command, main, split_launcher_arguments
 from deepspeed_ucp.cli.export import _parse_size
 from deepspeed_ucp.cli.plan import _parse_time
-from deepspeed_ucp.cli.printing import emit, format_bytes, format_count, format_duration, show_progress, to_json
+from deepspeed_ucp.cli.printing import emit, format_bytes, format_count, format_duration, to_json
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError, ConfigError
@@ -457,12 +457,6 @@ def test_json_output_has_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_numbers_are_written_and_read_with_units(convert: Callable[[Any], Any], cases: dict[Any, Any]) -> None:
     assert {value: convert(value) for value in cases} == cases
-
-
-def test_a_progress_bar_is_shown_only_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    with show_progress(Namespace(quiet=False, json=False), 10, "work") as add:
-        add(10)
-    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("line", ["inspect", "verify", "diff", "convert", "export"])

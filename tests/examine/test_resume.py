@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.storage import AtomKey, count
 from deepspeed_ucp.model.topology import Topology as Saved
 from deepspeed_ucp.tensor_parallel.rules import from_config
+from tests.properties.samples import PLAIN as SMALL
 from tests.support.expertmodels import expert_trips
 from tests.support.exports import open_model
 from tests.support.ranks import run_ranks
@@ -39,16 +39,7 @@ from tests.support.reshard import plan as plan_reads
 from tests.support.reshard3d import Trip, draw_state, expect, make_config, make_pipeline, make_plain, trips
 from tests.synth import ExpertLayer, Model, Param, Run, Topology, random_state, write_checkpoint
 
-MODEL = Model(
-    (
-        Param("wte", (40, 9)),
-        Param("h.0.norm", (9,), group=1),
-        Param("h.0.attn", (27, 9)),
-        Param("h.0.frozen", (5, 7), frozen=True),
-        Param("head", (40, 9), alias_of="wte"),
-    ),
-    {"count": torch.arange(3), "mask": torch.linspace(0, 1, 5)},
-)
+MODEL = replace(SMALL, buffers={**SMALL.buffers, "mask": torch.linspace(0, 1, 5)})
 SOURCE = Saved(1, "bf16", "bfloat16", dp=4)
 
 
@@ -153,9 +144,9 @@ def test_the_resume_check_counts_the_bytes_of_a_load_of_experts(fused: bool, dat
 
 FAULTS: dict[str, Callable[[AtomicIndex], AtomicIndex]] = {
     "keeps states that are not element-wise": lambda index: replace(
-        index, irregular={AtomKey("wte", "row"): "shape (9,)"}, optimizer="Adafactor"
+        index, irregular={AtomKey("a.weight", "row"): "shape (9,)"}, optimizer="Adafactor"
     ),
-    "not contiguous": lambda index: replace(index, unreadable={AtomKey("wte", "fp32"): "it is not contiguous"}),
+    "not contiguous": lambda index: replace(index, unreadable={AtomKey("a.weight", "fp32"): "it is not contiguous"}),
     "no optimizer states": lambda index: replace(index, stateless="There are no optimizer states."),
 }
 
@@ -235,7 +226,7 @@ def test_another_placement_of_experts_at_equal_degrees_is_no_obstacle(tmp_path: 
 
 def test_rename_rules_change_the_names_of_the_resume_check(tmp_path: Path) -> None:
     index = open_model(tmp_path, Topology(1, 2), MODEL)
-    rules = from_config(json.loads('{"rename": [{"from": "h.0.(?P<x>.*)", "to": "layers.0.{x}"}]}'))
+    rules = from_config({"rename": [{"from": "a.(?P<x>.*)", "to": "b.{x}"}]})
     check = check_resume(index, parse_degrees("dp=2", index.topology), rules)
     assert (check.loader, check.obstacles) == (OURS, []) and check.state > 0
 

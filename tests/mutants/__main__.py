@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import resource
 import shutil
@@ -64,58 +63,33 @@ def copy_checkout(folder: Path) -> None:
 
 
 def run_tests(tests: list[str], root: Path) -> int:
-    """Run pytest in a forked child, after slow imports. Return its exit code."""
-    child = os.fork()
-    if child == 0:
-        os.setsid()
-        os.chdir(root)
-        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))  # an endless loop may fill it
-        sys.path[:] = [str(root), *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
-        for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "deepspeed_ucp")]:
-            del sys.modules[name]
-        with open(root / "output", "w") as output:
-            os.dup2(output.fileno(), 1)
-            os.dup2(output.fileno(), 2)
-        import pytest
-
-        os._exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-o", "timeout=60", *tests]))
-    deadline = time.monotonic() + TIMEOUT
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.1)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, 9)
-    os.waitpid(child, 0)
-    return 1  # a test that hangs has failed
+    """Run pytest in a copy of the checkout. Return its exit code; a test that hangs has failed."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-o", "timeout=60", *tests]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    with open(root / "output", "w") as out:
+        child = subprocess.Popen(command, cwd=root, env=environment, stdout=out, stderr=out, start_new_session=True)
+    resource.prlimit(child.pid, resource.RLIMIT_AS, (_MEMORY, _MEMORY))  # an endless loop may fill it
+    try:
+        return child.wait(TIMEOUT)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, 9)
+        return 1
 
 
-def judge(mutant: Mutant, root: Path) -> bool:
+def judge(mutant: Mutant, roots: SimpleQueue[Path]) -> tuple[Mutant, bool, float]:
+    """Judge a mutant in a free copy of the checkout. Return it, whether tests detect it, and the seconds."""
+    start, root = time.monotonic(), roots.get()
     path = root / "deepspeed_ucp" / mutant.file
     text = path.read_text()
     path.write_text(text.replace(mutant.old, mutant.new))
     try:
-        return _notices(run_tests(mutant.tests.split(), root), root)
+        code, output = run_tests(mutant.tests.split(), root), (root / "output").read_text()[-2000:]
     finally:
         path.write_text(text)
-
-
-def judge_in_turn(mutant: Mutant, roots: SimpleQueue[Path]) -> tuple[Mutant, bool, float]:
-    """Judge a mutant in a free copy of the checkout. Return it, the verdict, and the seconds."""
-    start, root = time.monotonic(), roots.get()
-    try:
-        return mutant, judge(mutant, root), time.monotonic() - start
-    finally:
         roots.put(root)
-
-
-def _notices(code: int, root: Path) -> bool:
-    """Return True if tests fail, cannot be imported or exceed memory; raise on other errors, which are no verdict."""
-    output = (root / "output").read_text()[-2000:]
     if code not in (0, 1, 2) and "MemoryError" not in output:
         raise RuntimeError(f"pytest ended with {code}: {output}")
-    return code > 0
+    return mutant, code > 0, time.monotonic() - start
 
 
 def main() -> int:
@@ -130,18 +104,13 @@ def main() -> int:
     if options.list:
         print(*mutants, sep="\n")
         return bool(stale)
-    import hypothesis  # noqa: F401 - needed by every child and never changed
-    import numpy as np  # noqa: F401
-    import pytest  # noqa: F401
-    import torch  # noqa: F401
-
     chosen = [each for each in mutants if not options.numbers or each.number in options.numbers]
     with tempfile.TemporaryDirectory(prefix="ucp-mutants-") as folder, ThreadPoolExecutor(options.jobs) as pool:
         roots: SimpleQueue[Path] = SimpleQueue()
         for number in range(options.jobs):
             copy_checkout(Path(folder) / str(number))
             roots.put(Path(folder) / str(number))
-        for mutant, caught, seconds in pool.map(lambda each: judge_in_turn(each, roots), chosen):
+        for mutant, caught, seconds in pool.map(lambda each: judge(each, roots), chosen):
             print(f"{'caught' if caught else 'MISSED'} {mutant} ({seconds:.0f} s)", flush=True)
             missed += [] if caught else [mutant]
     print(f"{len(missed)} of {len(chosen)} mutants were missed")

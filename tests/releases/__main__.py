@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+ENVIRONMENTS = ROOT / ".venv-releases"
 MARKS = ("<!-- releases: written by make test-releases -->", "<!-- end of releases -->")
 NAMED = ("deepspeed", "torch", "transformers", "accelerate", "lightning")
 SAVES = "tests/engine/test_engine_releases.py"
@@ -194,24 +195,19 @@ def write_between(path: Path, text: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.releases", description=__doc__)
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}; without any, those not run yet")
-    parser.add_argument("--matrix-only", action="store_true", help="leave the saves of other releases for later")
-    parser.add_argument("--envs", type=Path, default=ROOT / ".venv-releases", help="where environments are made")
-    parser.add_argument("--table", type=Path, default=ROOT / "docs" / "releases.md", help="what the table is put into")
-    parser.add_argument("--only-table", action="store_true", help="run nothing")
-    args = parser.parse_args()
-    envs, saves = args.envs.resolve(), args.envs.resolve() / "saves"
-    rows = [Row(name, envs / name, packages) for name, packages in ROWS.items()]
+    args, saves = parser.parse_args(), ENVIRONMENTS / "saves"
+    rows = [Row(name, ENVIRONMENTS / name, packages) for name, packages in ROWS.items()]
     if unknown := set(args.rows) - set(ROWS):
         parser.error(f"{', '.join(sorted(unknown))}: no such row")
     saves.mkdir(parents=True, exist_ok=True)
     requested = [row for row in rows if (row.name in args.rows if args.rows else not row.result.exists())]
-    for row in [] if args.only_table else requested:
+    for row in requested:
         run_matrix(row, saves)
     done = [row for row in rows if row.result.exists()]
-    for row in [] if args.only_table or args.matrix_only else done:
+    for row in done:
         run_loads(row, saves)
     table = make_table(rows)
-    write_between(args.table, table)
+    write_between(ROOT / "docs" / "releases.md", table)
     print(table)
     return int(any(json.loads(row.result.read_text())["failed"] for row in done))
 

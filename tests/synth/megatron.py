@@ -32,14 +32,10 @@ _OLD_REPLICATED = [
 def megatron_args(**changes: Any) -> Namespace:
     """Return the arguments of a small GPT; `changes` replace or add some."""
     defaults: dict[str, Any] = {
-        "num_layers": 2,
         "hidden_size": 8,
-        "ffn_hidden_size": 32,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "kv_channels": 2,
-        "max_position_embeddings": 6,
-        "seq_length": 6,
         "make_vocab_size_divisible_by": 4,
         "padded_vocab_size": 16,
         "tensor_model_parallel_size": 1,
@@ -49,25 +45,19 @@ def megatron_args(**changes: Any) -> Namespace:
         "normalization": "layernorm",
         "add_bias_linear": True,
         "add_position_embedding": True,
-        "use_rotary_position_embeddings": False,
         "untie_embeddings_and_output_weights": False,
         "num_experts": [1],
         "consumed_train_samples": 12,
         "consumed_train_tokens": 72,
-        "deepspeed": True,
-        "rank": 0,
-        "params_dtype": None,
     }
     return Namespace(**{**defaults, **changes})
 
 
-def client_state(
-    args: Namespace, iteration: int, info: Mapping[str, Any] | None, version: float = 3.0
-) -> dict[str, Any]:
+def client_state(args: Namespace, iteration: int, info: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return `save_checkpoint`'s `client_state` without RNG states; `info=None`: as before 2023-10."""
     universal = {} if info is None else {"universal_checkpoint_info": dict(info)}
     tokens = args.consumed_train_tokens
-    return {"args": args, "checkpoint_version": version, "iteration": iteration, "tokens": tokens, **universal}
+    return {"args": args, "checkpoint_version": 3.0, "iteration": iteration, "tokens": tokens, **universal}
 
 
 def universal_info(args: Namespace, original_vocab_size: int) -> dict[str, Any]:

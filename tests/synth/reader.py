@@ -106,18 +106,13 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _buffers(optimizer: Mapping[str, Any], topology: Topology, index: int) -> Mapping[str, Any]:
-    masters = _masters(optimizer, topology)
-    base = _base(optimizer, topology)
+    base, row = _base(optimizer, topology), topology.row
     entry = base[index] if topology.keeps_lean_states else base["state"].get(index, {})
-    return entry if masters is None else {"fp32": masters[index].detach(), **entry}
-
-
-def _masters(optimizer: Mapping[str, Any], topology: Topology) -> list[torch.Tensor] | None:
-    row = topology.row
     if not row.has_copies:
-        return None
+        return entry
     held = optimizer[row.keys[0]]
-    return [tensor for group in held for tensor in group] if row.form is Form.SINGLE else held
+    masters = [tensor for group in held for tensor in group] if row.form is Form.SINGLE else held
+    return {"fp32": masters[index].detach(), **entry}
 
 
 def _base(optimizer: Mapping[str, Any], topology: Topology) -> Any:
