@@ -31,8 +31,6 @@ from .printing import format_bytes, format_count, format_table, list_fields
 TRAINED, FROZEN, BUFFER, WEIGHTS = "trained", "frozen", "buffer", "weights"
 
 _SHOWN = ("vocab", "dim", "parts", "blocks", "grid")
-"""Fields of a pattern that the table shows."""
-
 _MOST_NAMES = 12
 
 Parameter: TypeAlias = dict[str, Any]
@@ -94,7 +92,6 @@ def list_contents(report: FolderReport, index: AtomicIndex, rules: Sequence[Rule
 
 
 def _list_parameters(index: AtomicIndex, settled: Settled) -> list[Parameter]:
-    """Return all parameters and buffers in the model's order."""
     atoms: dict[ParamKey, dict[str, Atom]] = defaultdict(dict)
     for key, atom in index.atoms.items():
         atoms[key.param][key.state] = atom

@@ -106,7 +106,6 @@ def _list_sides(options: argparse.Namespace) -> Iterable[tuple[str, list[str]]]:
 def _open_settings(
     options: argparse.Namespace, path: str, also: Sequence[str]
 ) -> tuple[AtomicIndex | None, Mapping[str, Any]]:
-    """Read a save and its ds_config, or the ds_config of a file."""
     from ..comm import Comm
     from ..examine.settings import read_config
     from ..formats.deepspeed.ownfiles import read_saved_config

@@ -86,7 +86,6 @@ def _refuse_seal(folder: str) -> None:
 
 
 def _to_text(found: Verification, *, headers_only: bool) -> list[str]:
-    """Write a verification; the first line is the verdict."""
     from ..formats.findings import fold_findings
 
     rate = format_bytes(found.read / max(found.seconds, 1e-9))

@@ -107,7 +107,6 @@ class Difference:
         converted: number of atoms with different dtypes, compared as numbers.
         atoms: different atoms, the largest difference first.
         values: different scalars, hyper-parameters, counters and other state.
-        notes: information: topology, padding rows.
         tolerance: largest accepted absolute difference.
     """
 

@@ -191,7 +191,6 @@ def select_tensors(
 
 
 def _find_frozen(index: AtomicIndex) -> set[str]:
-    """Return the parameters that the saved run did not train."""
     atoms = index.atoms
     trained = atoms.list_names((MASTER, COPY))
     untrained = atoms.list_names((MODULE,)) - trained - index.buffers
