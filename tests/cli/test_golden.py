@@ -58,7 +58,7 @@ LINES = {
         "inspect truncated",
         "inspect leftover/global_step3",
         "inspect unnamed --all",
-        "inspect unnamed --groups groups.json",
+        "inspect unnamed --groups groups.json --param wte.weight",
         *("inspect unnamed --groups wrong.json", "inspect unnamed --groups absent.json"),
         *("inspect unnamed --groups module", "inspect tensor --param wt.*weight --groups module"),
     ],

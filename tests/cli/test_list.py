@@ -142,12 +142,12 @@ def find_resumed(folder: Path, memory: Path) -> tuple[str, str] | None:
     return None if tag is None else ("storage", tag)
 
 
-HELD: dict[str, tuple[Any, Any, Any]] = {  # saves in memory, tags on storage, rows as (place, tag, resume)
-    "alone": ([("a", 3, {})], [], [("memory", "a", True)]),
-    "newer": ([("b", 5, {})], [("a", 4)], [("memory", "b", True), ("storage", "a", False)]),
-    "older": ([("a", 3, {})], [("b", 4)], [("storage", "b", True), ("memory", "a", False)]),
-    "best": ([("best", 5, {"latest": False})], [("a", 4)], [("memory", "best", False), ("storage", "a", True)]),
-    "part": ([("b", 5, {"nodes": 2})], [("a", 4)], [("memory", "b", False), ("storage", "a", True)]),
+HELD: dict[str, tuple[Any, Any, Any]] = {  # the save in memory, a tag on storage, rows as (place, tag, resume)
+    "alone": (("a", 3, {}), None, [("memory", "a", True)]),
+    "newer": (("b", 5, {}), "a", [("memory", "b", True), ("storage", "a", False)]),
+    "older": (("a", 3, {}), "b", [("storage", "b", True), ("memory", "a", False)]),
+    "best": (("best", 5, {"latest": False}), "a", [("memory", "best", False), ("storage", "a", True)]),
+    "part": (("b", 5, {"nodes": 2}), "a", [("memory", "b", False), ("storage", "a", True)]),
 }
 
 
@@ -156,12 +156,11 @@ def test_list_marks_the_save_in_memory_or_storage_that_a_load_chooses(
     case: str, job: Job, tmp_path: Path, run_json: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, memory = tmp_path / "run", tmp_path / "memory"
-    held, stored, expected = HELD[case]
-    for tag, step in stored:
-        save(folder, step).rename(folder / tag)
-        (folder / "latest").write_text(tag)
-    for tag, step, changes in held:
-        make_save(job, str(folder), tag=tag, step=step, **changes)
+    (tag, step, changes), stored, expected = HELD[case]
+    if stored:
+        save(folder, 4).rename(folder / stored)
+        (folder / "latest").write_text(stored)
+    make_save(job, str(folder), tag=tag, step=step, **changes)
     code, listed = run_json("list", folder, "--memory", memory)
     rows = listed["checkpoints"]
     assert (code, [(each["place"], each["tag"], each["resume"]) for each in rows]) == (0, expected)
@@ -176,7 +175,10 @@ def test_list_marks_the_save_in_memory_or_storage_that_a_load_chooses(
     assert not (tmp_path / "absent").exists() and job.list_saves()
 
 
-def test_saves_in_a_configured_memory_folder_are_listed(job: Job, tmp_path: Path, run_json: Any) -> None:
+def test_saves_in_a_configured_memory_folder_are_listed(
+    job: Job, tmp_path: Path, run_json: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``"save": {"memory": …}`` may contain a variable, too."""
     root = os.path.dirname(job.folder)
     assert run_json("list", root)[0] == 2
     make_save(job, str(tmp_path / "run"), tag="a")
@@ -184,6 +186,9 @@ def test_saves_in_a_configured_memory_folder_are_listed(job: Job, tmp_path: Path
     code, listed = run_json("list", root)
     rows = {(each["tag"], each["memory"]["save_dir"], each["resume"]) for each in listed["checkpoints"]}
     assert (code, rows) == (0, {("a", f"{tmp_path}/run", True), ("b", f"{tmp_path}/other", True)})
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for memory in ("~/memory", "$HOME/memory"):
+        assert run_json("list", tmp_path / "run", "--memory", memory)[0] == 0
 
 
 def test_a_trainers_and_a_tags_folder_are_listed_with_memory(job: Job, tmp_path: Path, run_json: Any) -> None:
@@ -196,16 +201,6 @@ def test_a_trainers_and_a_tags_folder_are_listed_with_memory(job: Job, tmp_path:
         code, listed = run_json("list", tmp_path / folder, "--memory", tmp_path / "memory")
         rows = [(each["tag"], each["resume"]) for each in listed["checkpoints"]]
         assert (code, rows) == (0, [(tag, resumed)])
-
-
-def test_a_memory_folder_of_list_may_contain_a_variable(
-    job: Job, tmp_path: Path, run_json: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``"save": {"memory": …}`` may contain one, too."""
-    make_save(job, str(tmp_path / "run"))
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for memory in ("~/memory", "$HOME/memory"):
-        assert run_json("list", tmp_path / "run", "--memory", memory)[0] == 0
 
 
 def test_a_running_jobs_saves_are_listed_unmarked(job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

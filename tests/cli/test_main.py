@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -24,7 +25,7 @@ import torch
 import deepspeed_ucp
 from deepspeed_ucp import attach, hook
 from deepspeed_ucp.cli import common, dispatch
-from deepspeed_ucp.cli.common import read_rules
+from deepspeed_ucp.cli.common import find_folders, read_rules
 from deepspeed_ucp.cli.dispatch import load_command, main, split_launcher_arguments
 from deepspeed_ucp.cli.export import _parse_size
 from deepspeed_ucp.cli.plan import _parse_time
@@ -33,6 +34,8 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError, ConfigError
 from tests.cli.samples import find_parser, write_sample
+from tests.support.damage import flip_largest
+from tests.support.mpi import needs_mpi, run_mpi
 from tests.support.ranks import World, current_rank
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
@@ -528,3 +531,32 @@ def test_invalid_numbers_are_refused(command: str, option: str, texts: list[str]
         with pytest.raises(SystemExit):
             main([command, "in", "out", f"{option}={text}"])
         assert f"argument {option}: {wanted}" in capsys.readouterr().err
+
+
+@needs_mpi
+def test_ranks_of_mpirun_share_the_files_of_verify(tmp_path: Path) -> None:
+    folder = write_sample(tmp_path, Topology(1, 3))
+    flip_largest(folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    result = run_mpi(2, ["-m", "deepspeed_ucp", "verify", str(folder), "--json"])
+    assert result.returncode != 0
+    found = json.loads(result.stdout[result.stdout.index("{") : result.stdout.rindex("}") + 1])
+    assert [fault["kind"] for fault in found["faults"]] == ["crc"]
+    assert found["read"] == found["nbytes"]
+
+
+def test_commands_use_the_tag_of_the_first_place_in_all_places(tmp_path: Path) -> None:
+    """A tag's folder may have any name in a further place."""
+    folder, there = write_sample(tmp_path, Topology(1, 3)), tmp_path / "there"
+    copy = there / folder.name
+    shutil.copytree(folder, copy)
+    shutil.copytree(folder, there / "newer")
+    shutil.copytree(folder, tmp_path / "else" / "renamed")
+    (there / "latest").write_text("newer")
+    run, comm = str(folder.parent), Comm()
+    assert find_folders(run, [str(there)], comm) == [str(folder), str(copy)]
+    assert find_folders(str(folder), [str(there), run], comm) == [str(folder), str(copy), str(folder)]
+    renamed = str(tmp_path / "else" / "renamed")
+    assert find_folders(renamed, [str(there)], comm) == [renamed, str(there / "newer")]
+    assert find_folders(run, [renamed], comm) == [str(folder), renamed]
+    assert find_folders(str(tmp_path / "absent"), [renamed, run], comm)[:2] == [renamed, str(folder)]
+    assert os.path.basename(find_folders(str(tmp_path / "absent"), [str(there)], comm)[-1]) == "newer"

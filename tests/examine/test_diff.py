@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import ConfigError, MismatchError
-from deepspeed_ucp.examine.diff import AtomDifference, Difference, DiffOptions, diff_checkpoints
+from deepspeed_ucp.examine.diff import AtomDifference, Difference, DiffOptions, Tally, compare, diff_checkpoints
 from deepspeed_ucp.examine.values import ABSENT
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
@@ -527,3 +527,100 @@ def test_names_of_parameters_may_contain_any_character(tmp_path: Path) -> None:
     right = save(tmp_path / "b", Topology(2, 3), other, model=model)
     difference = diff_checkpoints(left, right).atoms
     assert {(atom.name, atom.instance) for atom in difference} == {("c#1", 0), ("c²", 0), ("9" * 5000, 0)}
+
+
+# -- without masters --------------------------------------------------------------------------------------------------
+
+FROZEN = Model((Param("a", (3, 50)), Param("b", (7,)), Param("c", (4, 5), frozen=True)))
+FULL = [Topology(1, 2, "bf16"), Topology(3, 2, "bf16"), Topology(2, 3, "fp16"), Topology(1, 2)]
+
+
+def open_weights(folder: Path, topology: Topology, state: State, *, bare: bool) -> AtomicIndex:
+    """Open a save without masters: by an engine without optimizer (`bare`), or without the optimizer's files."""
+    saved = Topology(0, 1, topology.precision) if bare else replace(topology, stage=1)
+    path = write_checkpoint(folder, FROZEN, state, saved)
+    for file in [*path.glob("*optim_states.pt")]:
+        file.unlink()
+    if bare:
+        file = path / "mp_rank_00_model_states.pt"
+        torch.save({**torch.load(file, weights_only=False), "optimizer": None}, file)
+    return open_checkpoint(str(path), Comm())
+
+
+def list_differences(found: Difference) -> set[tuple[str, str, str]]:
+    return {(atom.name, atom.state, atom.kind) for atom in found.atoms}
+
+
+@pytest.mark.parametrize("bare", [False, True], ids=["without-files", "without-optimizer"])
+@pytest.mark.parametrize("topology", FULL, ids=lambda t: t.label)
+def test_weights_are_compared_with_rounded_masters(topology: Topology, bare: bool, tmp_path: Path) -> None:
+    state = random_state(FROZEN, 0, precision=topology.precision)
+    full = save(tmp_path / "full", topology, state, model=FROZEN)
+    weights = open_weights(tmp_path / "weights", topology, state, bare=bare)
+    master = state.atoms["a"]["fp32"].clone()
+    master[2, 7] = 2.5
+    changed = open_weights(tmp_path / "changed", topology, change(state, "a", "fp32", master), bare=bare)
+    dtype = str(topology.dtype).removeprefix("torch.")
+    for sides, side in (((full, weights), "A"), ((weights, full), "B")):
+        found = diff_checkpoints(*sides)
+        lacking = {(name, state, f"only in {side}") for name in ("a", "b") for state in ("exp_avg", "exp_avg_sq")}
+        assert list_differences(found) == lacking and found.compared == len(FROZEN.params)
+        note = f"masters of {side} are compared after rounding to {dtype}"
+        assert (note in found.notes) == (dtype != "float32") and found.converted == 2 * (dtype != "float32")
+    value = float(state.atoms["a"]["fp32"].to(topology.dtype)[2, 7])
+    for names in (("fp32",), ("module",), ("copy",))[: 2 + (not bare)]:
+        (atom,) = diff_checkpoints(full, changed, options=DiffOptions(states=names)).atoms
+        assert (atom.name, atom.index, atom.tally.differing) == ("a", (2, 7), 1)
+        assert atom.tally.largest == abs(value - 2.5)
+    assert not diff_checkpoints(weights, weights).atoms
+
+
+def test_a_parameter_that_only_one_run_trains_is_a_difference(tmp_path: Path) -> None:
+    state = random_state(FROZEN, 0, precision="bf16")
+    frozen = Model((FROZEN.params[0], replace(FROZEN.params[1], frozen=True), FROZEN.params[2]))
+    atoms = {**state.atoms, "b": {"fp32": state.atoms["b"]["fp32"].to(torch.bfloat16)}}
+    a = save(tmp_path / "a", Topology(1, 2, "bf16"), state, model=FROZEN)
+    b = save(tmp_path / "b", Topology(1, 2, "bf16"), replace(state, atoms=atoms), model=frozen)
+    assert ("b", "fp32", "only in A") in list_differences(diff_checkpoints(a, b))
+    assert ("b", "module", "only in A") in list_differences(diff_checkpoints(b, a))
+
+
+# -- elements ---------------------------------------------------------------------------------------------------------
+
+DTYPES = ["float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool", "complex64"]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "complex128", "float8_e4m3fn", "float8_e5m2"])
+def test_elements_of_any_dtype_are_compared(dtype: str) -> None:
+    values = (torch.arange(101) % 7 - 2).abs().to(getattr(torch, dtype))
+    other = values.clone()
+    other[13], other[50] = other[13] == 0, other[50]
+    left, right = (each.view(torch.uint8).numpy().tobytes() for each in (values, other))
+    assert compare(left, left, dtype, dtype) == Tally(101)
+    found = compare(left, right, dtype, dtype)
+    distance = abs(complex(values[13].item()) - complex(other[13].item()))
+    assert (found.differing, found.first, found.largest) == (1, 13, distance)
+    assert found.relative == 1.0
+
+
+NEGATIVE_NAN = np.array([0xFFC00000], np.uint32).view(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "differing", "largest"),
+    [
+        (np.float32([math.nan]), np.float32([math.nan]), 0, 0.0),
+        (np.float32([math.nan, 1.5]), np.float64([math.nan, 1.5]), 0, 0.0),
+        (np.float32([math.nan]), np.float32([1]), 1, math.inf),
+        (np.float32([math.nan]), NEGATIVE_NAN, 1, 0.0),
+        (np.float32([math.inf]), np.float32([-math.inf]), 1, math.inf),
+        (np.array([2**60, 2**60 + 1]), np.array([2**60, 2**60 + 2]), 1, 1.0),
+        (np.array([-(2**63)]), np.array([2**63 - 1]), 1, float(2**64 - 1)),
+        (np.array([0.0]), np.array([-0.0]), 1, 0.0),
+    ],
+)
+def test_special_values_are_compared_by_bits(left: Any, right: Any, differing: int, largest: float) -> None:
+    """This holds for elements of one dtype, even without a tolerance."""
+    found = compare(left.tobytes(), right.tobytes(), str(left.dtype), str(right.dtype))
+    assert (found.differing, found.first, found.largest) == (differing, len(left) - 1 if differing else -1, largest)
+    assert not AtomDifference("x", "fp32", "values", ("float64", "float64"), tally=found).is_within(0.0)

@@ -271,15 +271,12 @@ def test_wrong_degrees_are_refused(text: str, message: str) -> None:
     assert message in str(error.value)
 
 
-def test_the_number_of_ranks_implies_dp() -> None:
+def test_the_number_of_ranks_implies_dp_and_the_partitions() -> None:
     assert parse_degrees("tp=2,pp=3,zero=1", SOURCE, world=48).dp == 8
     for text, world in (("tp=2,pp=3", 50), ("dp=4,tp=2", 48)):
         with pytest.raises(ConfigError, match=f"--ranks {world} is not the product"):
             parse_degrees(text, SOURCE, world=world)
     with pytest.raises(ConfigError, match="precision 'float64' cannot be planned"):
         parse_degrees("dp=2", replace(SOURCE, precision="float64"))
-
-
-def test_sequence_parallel_ranks_are_partitioned_over_too() -> None:
     degrees = parse_degrees("dp=2,sp=4,zero=3", SOURCE)
     assert (degrees.world, degrees.shards, degrees.to_topology(SOURCE).dp) == (8, 8, 8)

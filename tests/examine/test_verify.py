@@ -16,12 +16,14 @@ import pytest
 import torch
 from hypothesis import given
 
+from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.errors import CheckpointError, UnsupportedError
+from deepspeed_ucp.errors import CheckpointError, ConfigError, UnsupportedError
 from deepspeed_ucp.examine import verify
 from deepspeed_ucp.examine.verify import Verification, list_files, share_files, verify_checkpoint
 from deepspeed_ucp.formats import latest
-from deepspeed_ucp.formats.deepspeed.files import MANIFEST
+from deepspeed_ucp.formats.deepspeed.files import MANIFEST, SEAL
+from deepspeed_ucp.formats.deepspeed.seal import SealedFile, read_seal
 from deepspeed_ucp.formats.locations import FileTable
 from deepspeed_ucp.formats.open import seal_folder
 from deepspeed_ucp.io import scan
@@ -506,3 +508,62 @@ def test_masters_are_compared_with_copies_if_nothing_else_is_wrong(
     monkeypatch.setattr("deepspeed_ucp.examine.verify.check_samples", lambda *args: calls.append(args))
     found = verify_checkpoint(str(path), **options)
     assert (len(calls), found.whole, bool(found.faults)) == (compared, damage != "crc", bool(damage))
+
+
+# -- seals and manifests ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def proofs(tmp_path: Path) -> dict[str, Path]:
+    """A folder, its seal in another place, and the manifest of its conversion."""
+    folder = write(tmp_path, Topology(3, 3))
+    seal_folder(str(folder), Comm())
+    shutil.move(folder / SEAL, tmp_path / "kept.json")
+    convert_checkpoint(str(folder))
+    return {"folder": folder, "seal": tmp_path / "kept.json", "manifest": Path(f"{folder}_universal") / MANIFEST}
+
+
+@pytest.mark.parametrize("kind", ["seal", "manifest"])
+def test_a_proof_passes_proven_files_and_names_others(proofs: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    folder, against = proofs["folder"], str(proofs[kind])
+    assert verify_folder(folder, against=against) == []
+    shutil.copy(write(tmp_path / "other", Topology(3, 3), seed=1) / SHARD[1], folder / SHARD[1])
+    assert verify_checkpoint(str(folder)).whole
+    assert verify_folder(folder, against=against) == [("seal", SHARD[1])]
+    ranks = run_ranks(3, lambda _, comm: verify_folder(folder, comm=comm, against=against))
+    assert ranks == [[("seal", SHARD[1])]] * 3
+    assert main(["verify", str(folder), "--against", against]) == 1
+    (folder / SHARD[1]).unlink()
+    assert verify_folder(folder, against=against) == [("missing", SHARD[1])]
+
+
+def test_a_manifest_proves_its_folder(proofs: dict[str, Path], tmp_path: Path) -> None:
+    atomic = proofs["manifest"].parent
+    kept = str(shutil.copy(atomic / MANIFEST, tmp_path / "manifest.json"))
+    other = convert_checkpoint(str(write(tmp_path / "other", Topology(3, 3), seed=1))).destination
+    assert verify_folder(atomic, against=kept) == []
+    assert {("seal", MASTER), ("seal", "zero/a.bias/exp_avg.pt")} <= {*verify_folder(Path(other), against=kept)}
+
+
+def test_a_proof_names_missing_files_and_changed_manifest_entries(proofs: dict[str, Path]) -> None:
+    """The missing files are named in no header, and the changed atoms have unchanged files."""
+    seal = read_seal(str(proofs["seal"]))
+    more = seal.model_copy(update={"files": {**seal.files, "client/more.pt": SealedFile(size=1, crc=2)}})
+    proofs["seal"].write_bytes(more.dump())
+    assert verify_folder(proofs["folder"], against=str(proofs["seal"])) == [("missing", "client/more.pt")]
+    seal, atomic = read_seal(str(proofs["manifest"])), proofs["manifest"].parent
+    for atom in seal.index["atoms"]:
+        atom[5] += 64 * (atom[:2] == ["a.weight", "fp32"])
+    proofs["manifest"].write_bytes(seal.dump())
+    assert ("seal", MASTER) in verify_folder(atomic)
+
+
+@pytest.mark.parametrize("text", [None, "", "{}", "[" * 9999])
+def test_invalid_proofs_are_refused(proofs: dict[str, Path], tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "proof").write_text(text)
+    with pytest.raises(ConfigError, match="--against: neither a seal .ucp_seal.json, .*proof: ") as error:
+        verify_checkpoint(str(proofs["folder"]), against=str(tmp_path / "proof"))
+    assert ("there is no such file" in str(error.value)) == (text is None)
+    assert "pydantic" not in str(error.value) and "validation error" not in str(error.value)
+    assert len(error.value.args) == 1

@@ -198,7 +198,12 @@ class Topology:
 
     @property
     def kind(self) -> str:
-        return self.wrapper or self._valid_kinds()[0]
+        if self.wrapper:
+            return self.wrapper
+        rows = list_foreseen(self.stage, str(self.dtype).removeprefix("torch."))
+        piped = [row for row in rows if self.stage in row.by_pipelines]
+        kinds = [SHORT.get(row.name, row.name) for row in (self.pp > 1 and piped) or rows]
+        return min(kinds, key=lambda kind: (kind != "unfused", kind == "bf16"))
 
     @property
     def row(self) -> Wrapper:
@@ -256,7 +261,14 @@ class Topology:
         return "-".join([kind, self.precision, *degrees, f"dp{self.dp}", *options, *sub_group])
 
     def ds_config(self) -> dict[str, Any]:
-        config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": self._zero_config()}
+        options = {
+            "round_robin_gradients": self.round_robin,
+            "parameter_alignment": self.parameter_alignment,
+            "elastic_checkpoint": self.elastic,
+            "sub_group_size": self.sub_group_size,
+        }
+        zero = {"stage": self.stage, **{name: value for name, value in options.items() if value}}
+        config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": zero}
         if self.precision != "fp32":
             config[self.precision] = {"enabled": True}
         if self.kind == "bf16" and self.stage == 1:
@@ -264,21 +276,6 @@ class Topology:
         if self.data_first:
             config["use_data_before_expert_parallelism"] = True
         return config
-
-    def _zero_config(self) -> dict[str, Any]:
-        options = {
-            "round_robin_gradients": self.round_robin,
-            "parameter_alignment": self.parameter_alignment,
-            "elastic_checkpoint": self.elastic,
-            "sub_group_size": self.sub_group_size,
-        }
-        return {"stage": self.stage, **{name: value for name, value in options.items() if value}}
-
-    def _valid_kinds(self) -> tuple[str, ...]:
-        rows = list_foreseen(self.stage, str(self.dtype).removeprefix("torch."))
-        piped = [row for row in rows if self.stage in row.by_pipelines]
-        kinds = [SHORT.get(row.name, row.name) for row in (self.pp > 1 and piped) or rows]
-        return tuple(sorted(kinds, key=lambda kind: (kind != "unfused", kind == "bf16")))
 
 
 @dataclass(frozen=True, slots=True)

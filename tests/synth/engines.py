@@ -14,7 +14,7 @@ from .description import Model, Param, Topology
 
 @dataclass(frozen=True, slots=True)
 class RealSave:
-    """A save by real engines; subclasses make and train them.
+    """A save by real engines; subclasses `make` the engine on each rank of a world, and `step` it.
 
     `model` is the whole model with logical shapes, `scheduler` the saved state of the learning-rate scheduler,
     `samples` the samples of all steps (None: those of the topology's batch).
@@ -35,13 +35,6 @@ class RealSave:
 
     def cut(self, name: str, tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
         """The tensor-parallel rank's part of a tensor."""
-        raise NotImplementedError
-
-    def make(self) -> Any:
-        """Make the engine on each rank of a world of the topology's size."""
-        raise NotImplementedError
-
-    def step(self, engine: Any) -> object:
         raise NotImplementedError
 
     def save(self, folder: Path) -> Any:

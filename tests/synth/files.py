@@ -141,24 +141,17 @@ def _model_content(
         "frozen_param_shapes": frozen_shapes(model, topology),
         "shared_params": shared_params(model, topology, first=ranks == (0, 0)),
         "frozen_param_fragments": frozen_fragments(model, topology, run, module, state, rank),
-        **_counters(topology, run),
-        **(dimensions if run.parallel_dimensions else {}),
-        **_provenance(topology, run),
-        **run.client_state,
-    }
-
-
-def _counters(topology: Topology, run: Run) -> dict[str, Any]:
-    samples = run.global_steps * 4 * topology.dp if run.global_samples is None else run.global_samples
-    return {
         "lr_scheduler": run.lr_scheduler,
         "data_sampler": None,
         "random_ltd": None,
         "skipped_steps": run.skipped_steps,
         "global_steps": run.global_steps,
-        "global_samples": samples,
+        "global_samples": run.global_steps * 4 * topology.dp if run.global_samples is None else run.global_samples,
         "dp_world_size": topology.dp,
         "mp_world_size": topology.mp,
+        **(dimensions if run.parallel_dimensions else {}),
+        **_provenance(topology, run),
+        **run.client_state,
     }
 
 

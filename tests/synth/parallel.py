@@ -36,7 +36,8 @@ def split(model: Model, state: State, topology: Topology, cut: ShardFunction | N
     result = {}
     for rank, local in models.items():
         pp, tp = divmod(rank, topology.tp)
-        sources = {param.name: _instance_of(model, state, topology, param.name, pp) for param in local.owners}
+        held = {p.name: instance(p.name, holders(model, topology, p.name).index(pp)) for p in local.owners}
+        sources = {name: found if found in state.atoms else name for name, found in held.items()}
         atoms = {
             name: {key: _shard(name, tensor, topology, tp, cut) for key, tensor in state.atoms[source].items()}
             for name, source in sources.items()
@@ -86,9 +87,3 @@ def _shard(name: str, tensor: torch.Tensor, topology: Topology, tp: int, cut: Sh
     shard = tensor if cut is None or topology.tp == 1 else cut(name, tensor, topology.tp, tp)
     # A test may edit one rank's tensors in place, so several ranks get copies.
     return shard.clone(memory_format=torch.contiguous_format) if topology.mp > 1 else shard
-
-
-def _instance_of(model: Model, state: State, topology: Topology, name: str, pp: int) -> str:
-    """Return the name of the stage's instance in `state`."""
-    found = instance(name, holders(model, topology, name).index(pp))
-    return found if found in state.atoms else name
