@@ -176,40 +176,13 @@ def describe_keys() -> str:
     return "Valid keys: " + ", ".join(parts) + "."
 
 
-def fit_batch(train: int, micro: int | None, gas: int | None, world: int) -> tuple[int, int] | None:
-    """Find (micro, gas) with ``micro * gas * world == train``, or None.
-
-    A free ``micro`` is the largest possible.
-    """
-    if world < 1 or train % world:
-        return None
-    share = train // world
-    micro = micro or share // (gas or 1)
-    gas = gas or share // (micro or 1)
-    return (micro, gas) if micro * gas == share else None
-
-
 def adapt_batch(train: int, micro: int | None, world: int) -> tuple[int, int] | None:
     """Find (micro, gas) that keep ``train``, with the largest batch up to ``micro``."""
-    if world < 1 or train % world:
+    share, rest = divmod(train, world)
+    if rest:
         return None
-    share = train // world
     best = max(d for d in range(1, min(micro or share, share) + 1) if share % d == 0)
     return best, share // best
-
-
-def suggest_batch(train: int, micro: int | None, gas: int | None, world: int) -> str:
-    """Suggest values for a ``train_batch_size`` that does not fit ``world`` ranks."""
-    per_step = world * (micro or 1) * (gas or 1)
-    around = (per_step,) if micro and gas else (train // per_step * per_step, -(-train // per_step) * per_step)
-    sizes = " or ".join(str(size) for size in dict.fromkeys(around) if size > 0)
-    text = f"train_batch_size {sizes} fits {world} data-parallel ranks"
-    if fit := adapt_batch(train, micro, world):
-        text += (
-            f"; train_micro_batch_size_per_gpu {fit[0]} with gradient_accumulation_steps {fit[1]} keeps it on {world} "
-            f'ranks ("checkpoint": {{"universal": {{"preserve_batch_size": true}}}} does that automatically)'
-        )
-    return text
 
 
 def choose_batch(
@@ -223,12 +196,22 @@ def choose_batch(
     Returns:
         New (micro, gas) values, or None if the given ones fit.
     """
-    if train is None or fit_batch(train, micro, gas, world):
+    per_step, is_complete = world * (micro or 1) * (gas or 1), micro and gas
+    if train is None or train == per_step or not (is_complete or train % per_step):
         return None
-    if preserve and (fit := adapt_batch(train, micro, world)):
+    fit = adapt_batch(train, micro, world)
+    if preserve and fit:
         return fit
+    around = (per_step,) if is_complete else (train // per_step * per_step, -(-train // per_step) * per_step)
+    sizes = " or ".join(str(size) for size in dict.fromkeys(around) if size > 0)
+    advice = f"train_batch_size {sizes} fits {world} data-parallel ranks"
+    if fit:
+        advice += (
+            f"; train_micro_batch_size_per_gpu {fit[0]} with gradient_accumulation_steps {fit[1]} keeps it on {world} "
+            f'ranks ("checkpoint": {{"universal": {{"preserve_batch_size": true}}}} does that automatically)'
+        )
     raise ConfigError(
         f"ds_config: train_batch_size {train} cannot be made by {world} data-parallel ranks "
         f"(train_micro_batch_size_per_gpu {micro or 'free'}, gradient_accumulation_steps {gas or 'free'}). "
-        f"Alternatives: {suggest_batch(train, micro, gas, world)}."
+        f"Alternatives: {advice}."
     )

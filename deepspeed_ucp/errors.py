@@ -163,12 +163,7 @@ def escape(text: str) -> str:
 
 
 def hide_secrets(text: str) -> str:
-    """Hide secrets in URLs: ``https:
-
-    me:word@h/run?sig=1`` → ``https:
-
-    …@h/run?sig=…``.
-    """
+    """Hide secrets in URLs: ``://me:word@h/run?sig=1`` → ``://…@h/run?sig=…``."""
     if "://" not in text:
         return text
 

@@ -100,11 +100,22 @@ def follow(engine: Any) -> None:
 
     Call this on every rank.
     """
-    carry(engine, RANDOM_STATES, Carried(partial(capture, engine), partial(_restore_and_log, engine)))
+    carry(engine, RANDOM_STATES, Carried(partial(capture, engine), partial(restore, engine)))
 
 
-def _restore_and_log(engine: Any, saved: Mapping[str, Any]) -> None:
-    rank, derived, dp = connect().rank, restore(engine, saved), find_place(engine).dp
+def restore(engine: Any, saved: Mapping[str, Any]) -> None:
+    """Restore this rank's generators, and log those with a derived state.
+
+    Args:
+        saved: from :func:`capture`, read from this rank's file or that of the first rank.
+
+    Raises:
+        CheckpointError: the saved states have an unknown form.
+    """
+    if not isinstance(saved, Mapping) or saved.get("version") != _VERSION:
+        raise CheckpointError("The saved random states have an unknown form.")
+    rank, place = connect().rank, find_place(engine)
+    derived, dp = restore_generators(saved, place, list_generators(engine)), place.dp
     if derived:
         logger.info("random states derived instead of restored on rank %d: %s", rank, ", ".join(derived))
     if rank == 0 and dp > 1 and _read_degrees(saved)[2] == 1:
@@ -162,25 +173,12 @@ def make_record(
     return {"version": _VERSION, "seed": seed, "step": step, "axes": dict(axes), "states": states}
 
 
-def restore(engine: Any, saved: Mapping[str, Any]) -> list[str]:
-    """Restore this rank's generators.
-
-    Args:
-        saved: from :func:`capture`, read from this rank's file or that of the first rank.
+def restore_generators(saved: Mapping[str, Any], place: Place, generators: Mapping[str, Generator]) -> list[str]:
+    """Restore some generators of this rank from a record of :func:`make_record`.
 
     Returns:
         Names of the generators with a derived state, because no saved rank had these coordinates.
-
-    Raises:
-        CheckpointError: the saved states have an unknown form.
     """
-    if not isinstance(saved, Mapping) or saved.get("version") != _VERSION:
-        raise CheckpointError("The saved random states have an unknown form.")
-    return restore_generators(saved, find_place(engine), list_generators(engine))
-
-
-def restore_generators(saved: Mapping[str, Any], place: Place, generators: Mapping[str, Generator]) -> list[str]:
-    """Restore some generators of this rank from a record of :func:`make_record`."""
     derived = []
     for name, generator in generators.items():
         try:

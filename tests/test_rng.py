@@ -172,7 +172,7 @@ def test_a_saved_tracker_that_the_script_lacks_is_a_warning(caplog: pytest.LogCa
     for name in ("python", "accelerator", "tracker:mp"):
         known = {name: (b"",), **states}
         saved = rng.make_record([((0, 0, 0), known)], dict.fromkeys(known, ()), 1, 2)
-        rng._restore_and_log(None, saved)
+        rng.restore(None, saved)
         assert ("tracker:mp" in caplog.text) is (name == "tracker:mp")
 
 
@@ -186,7 +186,7 @@ def test_a_random_state_that_all_live_ranks_share_is_logged(
     monkeypatch.setattr(rng, "find_place", lambda engine: Place(0, 1, 0, 1, 0, dp))
     states = {name: each.read() for name, each in rng.list_generators().items()}
     saved = rng.make_record([((0, 0, 0), states)], dict.fromkeys(states, ()), 1, 2)
-    rng._restore_and_log(None, {**saved, "degrees": degrees})
+    rng.restore(None, {**saved, "degrees": degrees})
     assert (f"with which all {dp} continue" in caplog.text) is logs
 
 

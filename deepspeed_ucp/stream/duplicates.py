@@ -209,28 +209,28 @@ def find_diverged(index: AtomicIndex, names: Sequence[str], dropped: Container[s
     Returns:
         The same on all ranks.
     """
-    diverged, every = dict[str, None](), list[tuple[str, Pair]]()
+    diverged, every = set[str](), list[Pair]()
     for name in names:
         instances = range(index.instances[name])
         states_of = ((index.find(name, state, at) for state in (MASTER, MODULE, COPY)) for at in instances)
         atoms = [atom for states in states_of if (atom := next(filter(None, states), None))]
         for first, other in product(atoms[:1], atoms[1:]):
             if (first.dtype, *(s.shape for s in first.shards)) != (other.dtype, *(s.shape for s in other.shards)):
-                diverged[name] = None
+                diverged.add(name)
                 continue
             for rank, shard in enumerate(first.shards):
                 runs = [(0, shard.numel)] if name in dropped else _list_runs(shard.numel)
                 for low, high in runs:
                     here, there = (Want(atom, low, high - low, shard=rank) for atom in (first, other))
-                    every += [(name, pair) for pair in cut_pair(here, there)]
-    mine = every[comm.rank :: comm.size]
+                    every += cut_pair(here, there)
+    pairs = every[comm.rank :: comm.size]
 
     def judge(number: int, here: bytearray, there: bytearray) -> None:
         if here != there:
-            diverged[mine[number][0]] = None
+            diverged.add(pairs[number][0].atom.name)
 
-    compare_pairs(index, [pair for _, pair in mine], judge, comm)
-    found = {name for part in comm.gather([*diverged]) for name in part}
+    compare_pairs(index, pairs, judge, comm)
+    found = set().union(*comm.gather(diverged))
     return [name for name in names if name in found]
 
 
@@ -269,9 +269,6 @@ def check_replicas(atoms: Sequence[Atom], index: AtomicIndex, comm: Comm) -> Non
 
 def check_overlaps(atoms: Sequence[tuple[Atom, Layout]], index: AtomicIndex, comm: Comm) -> None:
     """Compare the parts that tensor-parallel shards have in common (collective).
-
-    Args:
-        atoms: with the source's layout.
 
     Raises:
         MismatchError: they differ.
@@ -347,14 +344,15 @@ def compare_pairs(index: AtomicIndex, pairs: Sequence[Pair], judge: Judge, comm:
         UcpError: a file cannot be read, or the error of ``judge``; equal on all ranks.
     """
     if not index.access.is_partial or comm.size == 1:
-        comm.run(lambda: _judge(_read_here(index, pairs), judge))
+        comm.run(lambda: _judge_here(index, pairs, judge))
         return
     batches, first, failed = list(_divide(pairs)), 0, list[UcpError]()
     for at in range(max(comm.gather(len(batches)))):
         batch = batches[at] if at < len(batches) else []
         values = _read_there(index, batch, comm)
         try:
-            _judge(values, judge, first)
+            for number, (here, there) in enumerate(values, first):
+                judge(number, here, there)
         except UcpError as error:
             failed.append(error)
         first += len(batch)
@@ -370,16 +368,12 @@ def cut_pair(first: Want, other: Want) -> Iterator[Pair]:
         yield replace(first, start=first.start + low, numel=numel), replace(other, start=other.start + low, numel=numel)
 
 
-def _judge(values: Iterable[Values], judge: Judge, first: int = 0) -> None:
-    for number, (here, there) in enumerate(values, first):
-        judge(number, here, there)
-
-
-def _read_here(index: AtomicIndex, pairs: Sequence[Pair]) -> Iterator[Values]:
-    apply = choose_map(index.state_file)
+def _judge_here(index: AtomicIndex, pairs: Sequence[Pair], judge: Judge) -> None:
+    apply, numbers = choose_map(index.state_file), iter(range(len(pairs)))
     with AtomReader(index) as reader:  # with checksums, from the places that a load reads
         for batch in _divide(pairs):
-            yield from apply(lambda pair: (reader.read_want(pair[0]), reader.read_want(pair[1])), batch)
+            for here, there in apply(lambda pair: (reader.read_want(pair[0]), reader.read_want(pair[1])), batch):
+                judge(next(numbers), here, there)
 
 
 def _divide(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:

@@ -27,7 +27,6 @@ class FullTensor:
     """One atom as a full tensor.
 
     Attributes:
-        atom: the atom with its shards.
         shape: logical shape, including padding rows of a vocabulary.
         view: how the shards are assembled; None if there is one shard.
     """
@@ -38,27 +37,22 @@ class FullTensor:
 
     @property
     def name(self) -> str:
-        """Name of the parameter or buffer."""
         return self.atom.name
 
     @property
     def dtype(self) -> str:
-        """Stored element type."""
         return self.atom.dtype
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element."""
         return ITEMSIZE[self.atom.dtype]
 
     @property
     def numel(self) -> int:
-        """Number of elements of the logical tensor."""
         return count(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the logical tensor."""
         return self.numel * self.itemsize
 
     @property
@@ -78,9 +72,7 @@ class FullTensors:
     """All atoms of a source as full tensors.
 
     Attributes:
-        tensors: full tensors by atom.
         patterns: patterns by name, if known.
-        origin: origin of each pattern.
         unused: the user's rules without a match.
     """
 
@@ -110,7 +102,6 @@ def assemble_full_tensors(
 
     Args:
         rules: the user's rules.
-        states: filter of states.
         live: rules of a live engine.
 
     Raises:
@@ -171,12 +162,9 @@ class WorkOptions:
     bar: MakeBar = no_bar
 
     def divide(self, source: str) -> tuple[int, int]:
-        """Return (threads, bytes per read of a thread).
+        """Return (threads, bytes per read of a thread) for a source's folder.
 
         A thread holds about three times these bytes. The window may limit the number of threads.
-
-        Args:
-            source: folder of the source.
         """
         threads = max(min(self.count(source), self.window // (3 * ALIGNMENT)), 1)
         most = self.window // (3 * threads) // ALIGNMENT * ALIGNMENT

@@ -31,9 +31,6 @@ from ..torchsave.torchfile import TorchFile, read_header
 def refuse_scattered(index: AtomicIndex, reason: str) -> None:
     """Refuse a checkpoint with files that only other machines have.
 
-    Args:
-        reason: why all files are needed.
-
     Raises:
         UnsupportedError: this rank does not find all files.
     """
@@ -49,10 +46,6 @@ class AtomReader(RecordReader):
     """Thread-safe reader of a checkpoint.
 
     If a file has copies, each is checked when it is first used: its zip directory must have the CRC32 in the index.
-
-    Args:
-        index: the checkpoint.
-        options: further options of :class:`~..io.read.RecordReader`.
     """
 
     def __init__(self, index: AtomicIndex, **options: Any) -> None:
@@ -66,9 +59,6 @@ class AtomReader(RecordReader):
 
     def read_tensors(self, wants: Sequence[Want], memory: Sequence[memoryview]) -> list[Checked]:
         """Read ranges of full tensors; compute means of shards and compare replicas.
-
-        Args:
-            memory: for each want.
 
         Raises:
             CheckpointError: a file cannot be read.
@@ -88,11 +78,6 @@ class AtomReader(RecordReader):
         return checks
 
     def read_want(self, want: Want) -> bytearray:
-        """Return the bytes of a want.
-
-        Raises:
-            CheckpointError: a file cannot be read.
-        """
         data = bytearray(want.nbytes)
         self.read(list_reads([want]), [MemorySink(memoryview(data), want.itemsize)])
         return data
@@ -240,11 +225,7 @@ def send_checks(checks: Sequence[Checked], index: AtomicIndex, comm: Comm) -> li
 
 
 def _complete(received: Sequence[Checked], index: AtomicIndex, threads: int) -> int:
-    """Read and verify the rest of each record; return the number of bytes read.
-
-    Args:
-        received: merged checks of all ranks.
-    """
+    """Read and verify the rest of each record; return the number of bytes read."""
     records, gaps, joined = index.records, list[Read](), dict[int, list[Checked]]()
     for number, group in groupby(received, attrgetter("record")):
         if records[number].crc is None:
@@ -268,11 +249,7 @@ def _complete(received: Sequence[Checked], index: AtomicIndex, threads: int) -> 
 
 
 def _describe_damage(index: AtomicIndex, number: int, crc: int) -> CheckpointError:
-    """Describe a damaged record.
-
-    Args:
-        crc: the CRC32 that was found.
-    """
+    """Describe a record whose bytes have the CRC32 ``crc``."""
     record = index.records[number]
     file = index.files[index.records.files[number]]
     fact = f"the {record.nbytes} bytes at {record.offset} have CRC32 {crc:08x}, the writer stored {record.crc:08x}"

@@ -40,7 +40,6 @@ class OutputReport(Report):
 
     Attributes:
         format: ``atomic``, ``safetensors`` or ``dcp``.
-        source, destination: folders.
         reused: whether the destination was this conversion already and nothing was written.
         tensors: number of written tensors (conversion: atoms).
         parameters, dtypes, files: export: number of elements, their types, and bytes by file.
@@ -48,7 +47,6 @@ class OutputReport(Report):
         bytes_read: bytes read from the source, each once (replicas once more for the comparison).
         bytes_written: bytes of the output.
         nodes, workers: ranks, and threads on each.
-        seconds: wall time.
     """
 
     format: str

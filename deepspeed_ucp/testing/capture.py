@@ -152,15 +152,14 @@ def _list_partitioned(parameters: list[Any], flat: Tensor) -> Masters:
     """List 16-bit masters of stage 3, whose moments DeepSpeed's getters would round."""
     start = 0
     for parameter in parameters:
-        size = parameter.partition_numel()
-        yield parameter, flat, functools.partial(_gather_partitions, parameter, start, size)
-        start += size
+        yield parameter, flat, functools.partial(_gather_partitions, parameter, start)
+        start += parameter.partition_numel()
 
 
-def _gather_partitions(parameter: Any, start: int, size: int, flat: Tensor) -> Tensor:
-    whole = functools.partial(torch.narrow, dim=0, start=0, length=parameter.ds_numel)
-    partition = flat.detach().narrow(0, start, size)
-    return _gather_and_cut(parameter.ds_process_group, whole, partition).view(parameter.ds_shape)
+def _gather_partitions(parameter: Any, start: int, flat: Tensor) -> Tensor:
+    partition = flat.narrow(0, start, parameter.partition_numel())
+    cut = _cut(torch.empty(parameter.ds_shape, device="meta"), 0)
+    return _gather_and_cut(parameter.ds_process_group, cut, partition)
 
 
 def _gather_and_cut(process_group: Any, cut: Whole, partition: Tensor) -> Tensor:

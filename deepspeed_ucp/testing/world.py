@@ -115,7 +115,7 @@ class World(AbstractContextManager["World"]):
         self._folder = Path(tempfile.mkdtemp(prefix="ucp-world-"))
         self._socket = hold_port()  # names in /dev/shm contain the port
         self._port = int(self._socket.getsockname()[1])
-        self._processes: list[mp.process.BaseProcess] = []
+        self._processes: list[Any] = []
         self._connections: list[Connection] = []
         base = {"DS_ACCELERATOR": "cpu", **os.environ, "OMP_NUM_THREADS": "1"}
         base.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self._port), WORLD_SIZE=str(world_size))
@@ -166,7 +166,7 @@ class World(AbstractContextManager["World"]):
         self.closed = True
         for process, connection in zip(self._processes, self._connections, strict=True):
             connection.close()
-            _kill_group(process)
+            _kill_group(process.pid)
         for process in self._processes:
             process.join(_ENDING)
         self._socket.close()
@@ -181,7 +181,7 @@ class World(AbstractContextManager["World"]):
         """Stop the ranks between calls, or continue them."""
         for process in self._processes:
             with suppress(ProcessLookupError):
-                os.kill(_get_pid(process), number)
+                os.kill(process.pid, number)
 
     def _collect(self, timeout: float) -> tuple[dict[int, _Answer], list[int]]:
         """Return the answers by rank, and the ranks without one."""
@@ -211,7 +211,7 @@ class World(AbstractContextManager["World"]):
     def _fail(self, answers: Mapping[int, _Answer], silent: list[int]) -> NoReturn:
         """Close the world and raise the exception of the rank that failed first."""
         for rank in silent:  # faulthandler writes the traceback to the log, then the rank exits
-            os.kill(_get_pid(self._processes[rank]), signal.SIGUSR1)
+            os.kill(self._processes[rank].pid, signal.SIGUSR1)
         end = time.monotonic() + _ENDING
         for rank in silent:
             self._processes[rank].join(max(0.0, end - time.monotonic()))
@@ -460,15 +460,7 @@ def _log_path(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.log"
 
 
-def _kill_group(process: mp.process.BaseProcess) -> None:
+def _kill_group(pid: int) -> None:
     for kill in (os.killpg, os.kill):  # the group exists once the rank has called setsid
-        try:
-            kill(_get_pid(process), signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-
-
-def _get_pid(process: mp.process.BaseProcess) -> int:
-    if process.pid is None:
-        raise RuntimeError(f"{process.name} was never started")
-    return process.pid
+        with suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)

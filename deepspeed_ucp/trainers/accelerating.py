@@ -33,7 +33,6 @@ from .batches import (
     refuse_weights,
     warn_order,
     warn_unfinished,
-    warn_unknown_batch,
 )
 from .randomness import States, read_states, restore_ranks
 
@@ -235,8 +234,7 @@ def _keep_total_batch(accelerator: Any, engine: Any, folder: str, job: SavedJob,
         MismatchError: the script has changed its batch in an unchanged world, or no accumulation makes the total batch.
     """
     live, was = BatchSizes.of(engine), accelerator.gradient_accumulation_steps
-    warn_unknown_batch(job, folder, live.total)
-    if job.total_batch is None or live.is_kept(job, config):
+    if live.is_kept(folder, job, config) or job.total_batch is None:
         return
     fit = live.fit(folder, job)
     changed = job.ranks == connect().size and job.asked != live.micro * was

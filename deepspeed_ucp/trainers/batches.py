@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from ..comm import connect
 from ..config import SECTION, UniversalConfig, adapt_batch
 from ..errors import CheckpointError, MismatchError, UnsupportedError, pluralize
-from ..model.index import SavedJob, to_integer
+from ..model.index import BATCH_SIZES, SavedJob, to_integer
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -35,21 +35,21 @@ class BatchSizes:
     @classmethod
     def of(cls, engine: Any) -> BatchSizes:
         """Read the batch sizes of a live engine, which sequence parallelism makes floats."""
-        sizes = (
-            engine.train_batch_size(),
-            engine.train_micro_batch_size_per_gpu(),
-            engine.gradient_accumulation_steps(),
-        )
-        total, micro, accumulation = map(to_integer, sizes)
+        total, micro, accumulation = (to_integer(getattr(engine, name)()) for name in BATCH_SIZES)
         return cls(micro, accumulation, total // (micro * accumulation))
 
     @property
     def total(self) -> int:
-        """Samples of a step."""
         return self.micro * self.accumulation * self.ranks
 
-    def is_kept(self, job: SavedJob, config: UniversalConfig) -> bool:
-        """Return True if the saved total batch needs no change."""
+    def is_kept(self, folder: str, job: SavedJob, config: UniversalConfig) -> bool:
+        """Return True if the total batch needs no change; warn if the format has none."""
+        if job.format and connect().rank == 0:
+            writers = f", saved by {pluralize(job.ranks, 'rank')} (from files of random states)"
+            logger.warning(
+                f"{folder}: {job.format}{writers if job.ranks > 1 else ''}, records no total batch; this run takes "
+                f"{self.total} samples a step. If the saved run took another number, set batch sizes that make it."
+            )
         return config.total_batch == "live" or job.total_batch in (None, self.total)
 
     def fit(self, folder: str, job: SavedJob) -> tuple[int, int]:
@@ -81,16 +81,6 @@ def complete_job(job: SavedJob, folder: str, pattern: str) -> SavedJob:
         return job
     ranks = {int(match[1]) for name in os.listdir(folder) if (match := re.fullmatch(pattern, name))}
     return replace(job, ranks=next(rank for rank in range(len(ranks) + 1) if rank not in ranks) or 1)
-
-
-def warn_unknown_batch(job: SavedJob, folder: str, total: int) -> None:
-    """Warn that a foreign format does not record the total batch."""
-    if job.format and connect().rank == 0:
-        writers = f", saved by {pluralize(job.ranks, 'rank')} (from files of random states)" if job.ranks > 1 else ""
-        logger.warning(
-            f"{folder}: {job.format}{writers}, records no total batch; this run takes {total} samples a step. If the "
-            "saved run took another number, set batch sizes that make it."
-        )
 
 
 def refuse_weights(job: SavedJob, folder: str, advice: str) -> None:

@@ -32,7 +32,7 @@ from ..saves.keeping import begin_save, can_guard, finish_folders, guard, remove
 from ..saves.saver import finish_saves
 from ..torchsave.objects import PickledObject
 from ..uncaught import shorten_uncaught
-from .batches import LIVE, BatchSizes, complete_job, warn_order, warn_unknown_batch
+from .batches import LIVE, BatchSizes, complete_job, warn_order
 from .hffolders import RANDOM_FILES, choose_folder, find_job, read_arguments, read_random, read_trainer_state
 from .randomness import restore_ranks
 
@@ -199,12 +199,12 @@ def keep_total_batch(trainer: Any, folder: str, micro: int, config: UniversalCon
     job = find_job(folder, config, comm, by_trial=by_trial)
     ranks, saved = _count_replicas(trainer), comm.once(lambda: bool(splits_batches(read_arguments(folder))))
     width = ranks if splits_batches(vars(args)) else 1  # ranks that share a batch of the trainer
-    if saved:
-        job = _divide_batch(job)
+    if saved:  # counted each batch once per rank
+        sizes = ("total_batch", "micro", "asked")
+        job = replace(job, **{name: size // job.replicas for name in sizes if (size := getattr(job, name))})
     live = BatchSizes(micro // width, args.gradient_accumulation_steps, ranks)
     fit, total = (live.micro, live.accumulation), job.total_batch or live.total
-    warn_unknown_batch(job, folder, total)
-    if not live.is_kept(job, config):
+    if not live.is_kept(folder, job, config):
         written = None if by_trial else _read_explicit_total(args)
         fit = choose_batch(job, folder, live, written and written // width, width, by_trial=by_trial)
     elif total != live.total:
@@ -243,12 +243,6 @@ def splits_batches(args: Mapping[str, Any]) -> bool:
     return bool(values.get("split_batches"))
 
 
-def _divide_batch(job: SavedJob) -> SavedJob:
-    """Return a job that shared each batch, with the real samples of a rank and step."""
-    sizes = ("total_batch", "micro", "asked")
-    return replace(job, **{name: size // job.replicas for name in sizes if (size := getattr(job, name))})
-
-
 def choose_batch(
     job: SavedJob, folder: str, live: BatchSizes, written: int | None, width: int = 1, *, by_trial: bool = False
 ) -> tuple[int, int]:
@@ -273,7 +267,7 @@ def choose_batch(
 
 
 def _read_explicit_total(args: Any) -> int | None:
-    """Read the explicit ``train_batch_size`` of the user's ds_config, or None."""
+    """Read the user's ``train_batch_size``; None if it is ``auto`` or missing."""
     if not args.deepspeed:
         return None
     from accelerate.utils.deepspeed import HfDeepSpeedConfig

@@ -24,7 +24,7 @@ from ..load.client import read_objects
 from ..model.index import SavedJob, to_integer
 from ..saves.keeping import begin_save, finish_folders, finish_here, remove_when_safe
 from ..saves.saver import finish_saves
-from .batches import BatchSizes, refuse_loader_position, refuse_weights, warn_unfinished, warn_unknown_batch
+from .batches import BatchSizes, refuse_loader_position, refuse_weights, warn_unfinished
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -62,7 +62,6 @@ def load_checkpoint(
     if fitting:
         refuse_weights(job, folder, "Start a new run with them: engine.load_checkpoint(folder) in on_fit_start")
         _check_total_batch(engine, folder, job, config)
-        warn_unknown_batch(job, folder, BatchSizes.of(engine).total)
     state = _note_loaders(strategy, original(strategy, checkpoint_path, *args, **kwargs))
     if not fitting:
         return state
@@ -162,7 +161,7 @@ def backward(original: Callable[..., Any], precision: Any, tensor: Any, model: A
 
 def _check_total_batch(engine: Any, folder: str, job: SavedJob, config: UniversalConfig) -> None:
     live = BatchSizes.of(engine)
-    if live.is_kept(job, config):
+    if live.is_kept(folder, job, config):
         return
     fit = live.fit(folder, job)
     loader = "" if fit[0] == live.micro else f" and a data loader with batch_size={fit[0]}"

@@ -83,8 +83,6 @@ def restore_ranks(engine: Any, folder: str, job: SavedJob, read: Callable[[int],
     Args:
         engine: has loaded the checkpoint.
         folder: folder of the files, for messages.
-        job: the job that saved them.
-        read: reads the file of a rank.
 
     Raises:
         CheckpointError: a file is damaged; the same on every rank.
