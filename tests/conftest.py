@@ -100,17 +100,14 @@ def pytest_collection_finish() -> None:
 
 
 def uses_worlds(item: pytest.Item) -> bool:
-    """Return True if a test starts worlds of ranks."""
     return "ucp_worlds" in getattr(item, "fixturenames", ())
 
 
 def find_worlds(nodeid: str) -> str | None:
-    """Return the group of a test with worlds, or None."""
     return next((group for place, group in WORLDS.items() if nodeid.startswith(place)), None)
 
 
 def find_group(nodeid: str) -> str:
-    """Return the group of a test, which runs in one worker: by WORLDS, otherwise its file."""
     return find_worlds(nodeid) or nodeid.partition("::")[0]
 
 

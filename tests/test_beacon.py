@@ -30,7 +30,6 @@ from tests.support.until import wait_until
 
 @pytest.fixture(autouse=True)
 def _reset(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reset the state of reports to that of rank 0 before its first report."""
     monkeypatch.setattr(beacon, "_active", None)
     monkeypatch.setenv("RANK", "0")
 
@@ -197,8 +196,6 @@ def monitor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A socket like that of NVRx's monitor, and a stand-in for its client."""
 
     class Client:
-        """Connects, and records the calls."""
-
         def init_workload_monitoring(self) -> None:
             self.calls, self.section_timeouts = [], SimpleNamespace(section=dict.fromkeys(("setup", "step", "save")))
             self.send_heartbeat = lambda: self.calls.append("heartbeat")
@@ -227,7 +224,6 @@ def monitor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def pass_through(*names: str) -> None:
-    """Enter nested phases and leave them."""
     with ExitStack() as stack:
         for name in names:
             stack.enter_context(beacon.phase(name))

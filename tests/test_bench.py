@@ -19,8 +19,6 @@ from tests.support.until import wait_until
 
 
 class Modules:
-    """The modules of the benchmarks."""
-
     def __getattr__(self, name: str) -> Any:
         return importlib.import_module(name)
 

@@ -171,7 +171,6 @@ def count_received(size: int, work: Callable[[Comm], Any]) -> list[tuple[Any, in
 
 
 def make_value(rank: int, long: int) -> bytes:
-    """Return a long value for one rank, and an empty value for the others."""
     return bytes(range(256)) * 40 if rank == long else b""
 
 
@@ -221,7 +220,6 @@ LAUNCHED = str(Path(__file__).parent / "support" / "launched.py")
 
 
 def expect(rank: int, comm: str) -> dict[str, Any]:
-    """Return the expected report of a rank of two."""
     return {
         "rank": rank,
         "comm": comm,
@@ -261,8 +259,6 @@ def test_ranks_of_torchrun_communicate() -> None:
 
 
 class Joined(Comm):
-    """A stand-in for the communicator of MPI."""
-
     joined = 2
 
     def __init__(self) -> None:

@@ -143,7 +143,6 @@ def test_both_universal_checkpoints_at_once_are_refused(value: Any) -> None:
 
 
 def test_later_sources_override_earlier_ones() -> None:
-    """This holds for each option; the ds_config is the last source."""
     environment = read_environment({"DEEPSPEED_UCP": ' {"patterns": "bloom", "threads": 2, "seal": true} '})
     defaults = [environment, ("install", {"threads": 3})]
     found = parse_config({}, defaults)

@@ -44,7 +44,6 @@ def make_sampler(rank: int, world: int, **more: Any) -> ElasticSampler:
 
 
 def read(shard: int, start: int) -> Iterator[int]:
-    """Yield samples that encode shard and position."""
     return iter(range(shard * 1000 + start, shard * 1000 + 1000))
 
 
@@ -138,8 +137,6 @@ def test_steps_have_samples_of_similar_length() -> None:
 
 
 class Engine(SimpleNamespace):
-    """Counts samples like DeepSpeed's engine."""
-
     def train_batch_size(self) -> int:
         return BATCH
 

@@ -166,7 +166,6 @@ def test_the_page_lists_every_engine_pipeline_and_wrapper(page: dict[str, set[st
 
 
 def import_all(*packages: str) -> None:
-    """Import every module of these packages that can be imported here."""
     for package in packages:
         path = importlib.import_module(package).__path__
         for module in walk_packages(path, f"{package}.", onerror=lambda _: None):

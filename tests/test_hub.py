@@ -65,7 +65,6 @@ PAIRS = {
 
 
 def read(folder: Path, module: Any, own: Collection[str] = ()) -> tuple[Reading, AtomicIndex]:
-    """Read a folder like a load into a model."""
     index = open_checkpoint(str(folder), Comm())
     reading = read_into(index, module, {strip_compiled(name) for name in module.state_dict()}, own)
     return reading, reading.carry_out(index)

@@ -16,7 +16,6 @@ from tests.support.interpreter import FAKE, run_python
 
 
 def run(code: str) -> str:
-    """Run code in a new interpreter and return its output."""
     return run_python("-c", textwrap.dedent(code)).stdout.strip()
 
 

@@ -45,7 +45,6 @@ def test_ranks_do_not_wait_for_a_dead_rank(end: str, words: str) -> None:
 
 
 def pass_time(monkeypatch: pytest.MonkeyPatch, look: Callable[[float], object]) -> None:
-    """Replace pauses between polls by a function."""
     monkeypatch.setattr(meeting, "time", SimpleNamespace(sleep=look))
 
 
@@ -58,7 +57,6 @@ def here(monkeypatch: pytest.MonkeyPatch) -> HashStore:
 
 
 def become(monkeypatch: pytest.MonkeyPatch, left: int) -> None:
-    """Simulate another process with this number of errors."""
     monkeypatch.setattr(meeting, "_here", meeting._MeetingState(left))
 
 

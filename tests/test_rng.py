@@ -206,13 +206,11 @@ def test_random_states_of_an_unknown_form_are_refused(saved: Any) -> None:
 
 
 def read_numpy() -> Any:
-    """Read the state of numpy's global generator."""
     state: Any = np.random.get_state()  # noqa: NPY002
     return state[1].tolist()
 
 
 def restore(engine: Any, saved: dict[str, Any]) -> None:
-    """Restore random states from a state file."""
     restore_helpers(engine, saved, with_scheduler=True)
     hand_out(engine, saved)
 

@@ -46,7 +46,6 @@ def test_words_for_off_in_the_variable_disable_the_plugin(word: str) -> None:
 
 
 def test_the_start_file_of_pep_829_calls_the_function_of_the_pth_file() -> None:
-    """Newer Pythons read this file."""
     assert pkgutil.resolve_name((ROOT / "deepspeed_ucp.start").read_text().strip()) is startup.start
 
 

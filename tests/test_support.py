@@ -59,8 +59,6 @@ TESTS = [
 
 
 class Worker:
-    """Records its tests."""
-
     def __init__(self, name: str):
         self.gateway, self.tests, self.shutting_down = SimpleNamespace(id=name), list[int](), False
 

@@ -53,8 +53,6 @@ def find_missing() -> str:
 
 @dataclass
 class Cluster:
-    """A cluster of two nodes."""
-
     folder: Path
     daemons: list[subprocess.Popen[bytes]] = field(default_factory=list)
 

@@ -32,7 +32,6 @@ def read(name: str) -> list[dict[str, Any]]:
 
 
 def find(node: Any, key: str) -> Iterator[Any]:
-    """Find all values of a key at any depth."""
     if isinstance(node, dict):
         for name, value in node.items():
             if name == key:
@@ -126,7 +125,6 @@ def test_the_master_address_is_jobsets_name_of_the_first_pod() -> None:
 
 
 def run_stand_in(folder: Path, shell: str, **variables: str) -> list[str]:
-    """Run a shell script; return the arguments of torchrun."""
     stand_in = folder / "torchrun"
     stand_in.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\necho "CHECKPOINTS=$CHECKPOINTS"\n')
     stand_in.chmod(0o755)

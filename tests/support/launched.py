@@ -31,7 +31,6 @@ def use(comm: Comm) -> dict[str, Any]:
 
 
 def exchange_slices(comm: Comm) -> bool:
-    """Exchange more than one message between the same two ranks."""
     whole, comm_module._MESSAGE = comm_module._MESSAGE, 7
     data = np.arange(100, dtype=np.uint8)
     received = comm.swap(np.concatenate([data] * comm.size), [100] * comm.size, [100] * comm.size)

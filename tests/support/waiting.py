@@ -26,12 +26,10 @@ COLLECTIVES = ("all_gather", "all_reduce", "all_to_all_single", "broadcast")
 
 
 def count_collectives(rank: int, more: int = 0) -> int:
-    """Return the number of collectives that a rank has entered."""
     return int(dist.distributed_c10d._get_default_store().add(f"entered {rank}", more))
 
 
 def enter(work: Any, *args: Any, **kwargs: Any) -> Any:
-    """Count a collective, and take part in it."""
     count_collectives(dist.get_rank(), 1)
     return work(*args, **kwargs)
 
@@ -44,7 +42,6 @@ def take_long() -> None:
 
 
 def slow(owner: Any, name: str) -> None:
-    """Let the next call take long."""
     work = getattr(owner, name)
 
     def wait(*args: Any, **kwargs: Any) -> Any:

@@ -52,7 +52,6 @@ def test_another_sequence_parallel_degree_is_a_warning(saved: int, live: int, wa
 
 
 def load_with_accelerate(folder: str, patch: pytest.MonkeyPatch) -> None:
-    """Load into a prepared engine with a stateful data loader."""
     engine = SimpleNamespace(_config=SimpleNamespace(ucp_config=UniversalConfig()))
     loader = SimpleNamespace(use_stateful_dataloader=True)
     patch.setattr(accelerating, "check_tag", lambda *_: folder)
@@ -61,7 +60,6 @@ def load_with_accelerate(folder: str, patch: pytest.MonkeyPatch) -> None:
 
 
 def load_with_lightning(folder: str, patch: pytest.MonkeyPatch) -> None:
-    """Load a checkpoint with the states of data loaders."""
     engine = SimpleNamespace(_config=SimpleNamespace(ucp_config=UniversalConfig(total_batch="live")))
     engine.gradient_accumulation_steps = lambda: 1
     trainer = SimpleNamespace(trainer=SimpleNamespace(state=SimpleNamespace(fn="fit")))

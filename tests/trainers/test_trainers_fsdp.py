@@ -42,7 +42,6 @@ def check_engine(state: CapturedEngine, tree: dict[str, Any]) -> None:
 
 
 def check_states(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Compare weights, states and hyper-parameters."""
     check_same(found["model"], wanted["model"])
     assert found["optim"]["state"].keys() == wanted["optim"]["state"].keys()
     for name, held in wanted["optim"]["state"].items():
@@ -124,7 +123,6 @@ def test_deepspeed_loads_fsdp_saves_of_the_trainer(tmp_path: Path, ucp_worlds: W
 
 
 def cut(held: dict[str, Any]) -> dict[str, Any]:
-    """Remove the name of the module from the names."""
     return {name.removeprefix("net."): value for name, value in held.items()}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import replace
 from importlib.util import find_spec
-from itertools import chain, product
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,6 @@ from deepspeed_ucp.data import ElasticSampler
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.trainers.lightning import _is_positioned, convert_counts, load_checkpoint
-from tests.support.covering import params
 
 if find_spec("lightning") is None:
     pytest.skip("no lightning", allow_module_level=True)
@@ -49,7 +48,6 @@ def join(ranks: list[Trained]) -> dict[int, tuple[list[int], float, int]]:
 
 
 def average(ranks: list[Trained]) -> list[float]:
-    """Mean loss of each step."""
     held = [[sum(rank.losses[step]) / len(rank.losses[step]) for rank in ranks] for step in ranks[0].losses]
     return [sum(losses) / len(losses) for losses in held]
 
@@ -117,10 +115,6 @@ def test_a_checkpoint_in_a_file_may_have_the_positions_of_loaders(loops: object,
     assert find_state(engine).loaders_restored is saved
 
 
-PAIRS = [(2, 1), (1, 2)]
-STAGES = [1, 2, 3]
-
-
 @pytest.mark.releases
 @pytest.mark.timeout(600)
 def test_lightning_runs_resume_in_other_worlds(tmp_path: Path, ucp_worlds: WorldPool) -> None:
@@ -147,16 +141,6 @@ def test_lightning_runs_resume_in_other_worlds(tmp_path: Path, ucp_worlds: World
     log = "\n".join(again.log)
     assert "it repeats the epoch's first batches, and skips its last 8" in log
     assert "an epoch has 13 batches, no multiple of accumulate_grad_batches=2" in log
-
-
-@pytest.mark.parametrize("stage", params([2], [3], {2: "same", 3: "other"}.get))
-def test_a_scheduler_with_param_group_references_continues(stage: int, tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """In the same topology, DeepSpeed's load would give the optimizer new groups."""
-    world, folder = ucp_worlds.get(1), str(tmp_path / "a")
-    source = replace(set_up(2, 1, 1), betas=True)
-    whole = world.run(training().train, source, STEPS)
-    begun = world.run(training().train, source, STEPS, save=(CUT, folder))
-    check(whole, begun, world.run(training().train, replace(source, stage=stage), STEPS, load=folder))
 
 
 def test_classes_of_the_script_need_trust_pickle(tmp_path: Path, ucp_worlds: WorldPool) -> None:
@@ -194,16 +178,3 @@ def test_fabric(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     assert [sum(pair) / 2 for pair in zip(*begun, strict=True)] + resumed == pytest.approx(whole, rel=1e-5)
     for error in two.run(trainers_common.attempt, training().split_with_fabric):
         assert error.startswith("ConfigError") and "setup_dataloaders use_distributed_sampler=False" in error
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(("stages", "ranks"), list(product(product(STAGES, STAGES), PAIRS)), ids=str)
-def test_every_stage_resumes_under_every_other(
-    stages: tuple[int, int], ranks: tuple[int, int], tmp_path: Path, ucp_worlds: WorldPool
-) -> None:
-    first, second = (ucp_worlds.get(count) for count in ranks)
-    source, target = (set_up(stage, count, 2) for stage, count in zip(stages, ranks, strict=True))
-    whole = first.run(training().train, source, STEPS)
-    begun = first.run(training().train, source, STEPS, save=(CUT, str(tmp_path)))
-    check(whole, begun, second.run(training().train, target, STEPS, load=str(tmp_path)))

@@ -13,7 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import LambdaLR
 
 from deepspeed_ucp.saves.launch import WriterPipe
 from deepspeed_ucp.saves.memory import is_locked
@@ -83,7 +82,6 @@ def choose_gloo(kind: str = "MULTI_CPU") -> Iterator[None]:
 
 @contextmanager
 def listen(warnings: list[str]) -> Iterator[None]:
-    """Append the plugin's warnings to a list."""
     with ranks.listen() as heard:
         yield
     warnings += [text for level, text in heard if level != "INFO"]
@@ -106,22 +104,6 @@ def gather_weights(engine: Any) -> dict[str, torch.Tensor]:
         return {name: param.detach().clone() for name, param in named}
 
 
-class MovesBetas(LambdaLR):
-    """A scheduler with references to the optimizer's initial param groups, whose betas it sets."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.groups = list(optimizer.param_groups)
-        super().__init__(optimizer, lambda step: 1 / (1 + step))
-
-    def step(self, epoch: int | None = None) -> None:
-        super().step(epoch)
-        for group in self.groups:
-            group["betas"] = (0.5 + 0.03 * self.last_epoch, 0.95)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {key: value for key, value in super().state_dict().items() if key != "groups"}
-
-
 # -- saves from memory that are written late --------------------------------------------------------------------------
 
 
@@ -132,7 +114,6 @@ def list_saves(folder: str) -> dict[str, bool]:
 
 
 def finish_writes() -> None:
-    """Wait until the saves in memory are written."""
     for saver in list_savers():
         assert not saver.is_owner or saver.finish()
 

@@ -31,7 +31,6 @@ def choose(kind: str) -> Iterator[None]:
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make a batch for :func:`fsdp_run.train`."""
     x, y = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(step)).unbind()
     return x, y[:, :5]
 
@@ -105,7 +104,6 @@ def _step(accelerator: Any, net: Any, optimizer: Any, scheduler: Any, *, step: i
 
 
 def make_llama(seed: int = 0) -> Any:
-    """Make a Llama model with tied embedding and head."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -122,8 +120,6 @@ def make_adapted() -> Any:
 
 
 class Letters(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """Random samples, seeded by their number."""
-
     def __len__(self) -> int:
         return 64
 
@@ -246,7 +242,6 @@ def fit(how: str, folder: str, *, steps: int = 3, load: str | None = None) -> li
 
 
 def _make_strategy(how: str) -> Any:
-    """Make the strategy for ``how`` of :func:`fit`."""
     from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 
     class OnCpu(FSDPStrategy):

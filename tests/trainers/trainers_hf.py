@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 import trainers_common
-from trainers_common import MovesBetas, choose_gloo, finish_writes, gather_weights, hold_writes, list_saves, listen
+from trainers_common import choose_gloo, finish_writes, gather_weights, hold_writes, list_saves, listen
 
 from deepspeed_ucp import preemption
 from deepspeed_ucp.saves.saver import list_savers
@@ -62,8 +62,6 @@ class Sums(Net):
 
 
 class Samples(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """Random samples, seeded by their number."""
-
     def __init__(self, size: int) -> None:
         self.size = size
 
@@ -119,7 +117,6 @@ def make_notes(net: Net, record: Trained, stop: int | None) -> Any:
 
 
 def make_follower(trainer: Any, folder: str, signal_at: int) -> Any:
-    """Make a callback that follows SIGTERM and sends it in a step."""
     from transformers import TrainerCallback
 
     class Follower(TrainerCallback):  # type: ignore[misc]
@@ -174,7 +171,6 @@ def train(
     most: int = 1 << 30,
     held: tuple[int, ...] = (),
     signal_at: int | None = None,
-    betas: bool = False,
     **options: Any,
 ) -> Trained:
     """Run the Trainer, by default for three epochs.
@@ -184,7 +180,6 @@ def train(
         most: samples that fit into the memory of a rank.
         held: first and last step between which writes are held back; if the run ends in between, they are lost.
         signal_at: step in which this rank gets SIGTERM; it saves to ``folder/preempted``.
-        betas: use :class:`MovesBetas`.
     """
     record = Trained()
     with (
@@ -216,13 +211,7 @@ def train(
             **options,
         }
         args = TrainingArguments(output_dir=folder, deepspeed=ds_config, **chosen)
-
-        class MovingBetas(Trainer):  # type: ignore[misc]
-            def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-                self.lr_scheduler, self._created_lr_scheduler = MovesBetas(optimizer or self.optimizer), True
-                return self.lr_scheduler
-
-        trainer = (MovingBetas if betas else Trainer)(
+        trainer = Trainer(
             model=adapted or net,
             args=args,
             train_dataset=Samples(size),

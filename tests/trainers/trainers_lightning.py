@@ -19,7 +19,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DeepSpeedStrategy, deepspeed
-from trainers_common import MovesBetas, finish_writes, hold_writes, list_saves, listen
+from trainers_common import finish_writes, hold_writes, list_saves, listen
 
 from deepspeed_ucp import install, rng
 from deepspeed_ucp.data import ElasticSampler
@@ -40,8 +40,6 @@ class Setting:
     """Freeze a layer, and exclude it from checkpoints."""
     script_class: bool = False
     """Put an object of the script's class into the hyper-parameters."""
-    betas: bool = False
-    """Use :class:`MovesBetas`."""
 
 
 class ScriptClass:
@@ -75,8 +73,6 @@ class Trained:
 
 
 class Samples(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """Random samples, seeded by their number."""
-
     def __len__(self) -> int:
         return SAMPLES
 
@@ -85,8 +81,6 @@ class Samples(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 class Net(pl.LightningModule):
-    """Records its training."""
-
     def __init__(self, setting: Setting, record: Trained, save: tuple[int, str] | None) -> None:
         super().__init__()
         self.setting, self.record, self.save = setting, record, save
@@ -110,9 +104,7 @@ class Net(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-        if self.setting.betas:
-            schedule = MovesBetas(optimizer)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def training_step(self, batch: Any, _: int) -> torch.Tensor:
