@@ -44,7 +44,6 @@ _RESTART = "To start the data from its beginning, follow the engine after the lo
 
 
 def _digest(values: Sequence[float] | Ids | None) -> str | None:
-    """Return a digest, equal for equal numbers."""
     return None if values is None else hashlib.sha256(np.asarray(values, np.float64).tobytes()).hexdigest()[:16]
 
 
@@ -109,7 +108,6 @@ class Order(ABC):
     """Order of the samples of all steps, and the position of this run in it.
 
     Attributes:
-        size: number of samples.
         total_batch: samples of a step, over all ranks and micro batches: ``engine.train_batch_size()``.
         rank, world: data-parallel rank, and number of these ranks.
         shuffle: False keeps the order of the dataset, or of its shards.
@@ -475,11 +473,7 @@ class ElasticStream(Order, IterableDataset[Sample], Generic[Sample]):
         self._is_unfinished = None if worker is None else False
 
     def _check_worker(self, worker: int, workers: int, batch_size: int | None) -> None:
-        """Refuse a worker whose samples would have a wrong order or position.
-
-        Args:
-            batch_size: of the ``DataLoader``; None if unknown.
-        """
+        """Refuse a worker whose samples would have a wrong order or position."""
         if workers > 1 and self.batch_size is None:
             raise ConfigError("a DataLoader with several workers is used: pass its batch_size to ElasticStream.")
         if workers > 1 and batch_size not in (None, self.batch_size):

@@ -203,11 +203,7 @@ def suggest(name: str, valid: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def advise(name: str, valid: Iterable[str], listed: str = "") -> str:
-    """Suggest a valid name for an invalid one: the most similar, or all valid ones.
-
-    Args:
-        listed: sentence with all valid names.
-    """
+    """Suggest the most similar valid name; else ``listed``, a sentence with all names."""
     valid = list(valid)
     return _capitalize(suggest(name, valid)) or listed or f"Valid: {', '.join(valid)}."
 

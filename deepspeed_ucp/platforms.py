@@ -20,7 +20,6 @@ class Platform:
     """A launcher or scheduler, and the end of a rank that has saved on a signal.
 
     Attributes:
-        name: name in messages.
         variable: environment variable that identifies the platform.
         ends: signal → exit code; None continues training.
         raises: end a rank by an exception instead of an exit code.

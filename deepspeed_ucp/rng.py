@@ -47,9 +47,7 @@ class Generator:
     """A random number generator of this process.
 
     Attributes:
-        read: returns its state.
         write: restores a state; raises an error of torch, numpy or Python if it is invalid.
-        seed: seeds it.
     """
 
     read: Callable[[], State]

@@ -275,10 +275,8 @@ class Joined(Comm):
         ({"PMIX_RANK": "0"}, Joined),
         ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, Comm),  # a batch script, not a task of srun
         ({"SLURM_STEP_NUM_TASKS": "2"}, Joined),
-        (
-            {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
-            Comm,
-        ),  # a container without launcher
+        # A container without launcher:
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, Comm),
     ],
     ids=str,
 )

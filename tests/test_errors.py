@@ -8,8 +8,6 @@ from unittest import mock
 
 import pytest
 
-import deepspeed_ucp
-from deepspeed_ucp import errors
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import (
     CheckpointError,
@@ -23,14 +21,6 @@ from deepspeed_ucp.errors import (
 )
 from deepspeed_ucp.formats.findings import Finding, from_error
 from tests.support.ranks import run_ranks
-
-
-@pytest.mark.parametrize("name", ["CheckpointError", "ConfigError", "MismatchError", "UnsupportedError"])
-def test_every_error_is_public_and_a_runtime_error(name: str) -> None:
-    kind = getattr(errors, name)
-    assert getattr(deepspeed_ucp, name) is kind
-    assert issubclass(kind, errors.UcpError)
-    assert issubclass(kind, RuntimeError)
 
 
 def test_long_lists_are_shortened() -> None:
@@ -95,7 +85,7 @@ def test_errors_and_logs_are_escaped_without_passwords(text: str, shown: str, ca
 
 def test_newlines_in_values_are_escaped_in_messages() -> None:
     error = CheckpointError("first\nforged", "second")
-    assert str(error) == "first\\nforged\nsecond"
+    assert str(error) == "first\\nforged\nsecond" and isinstance(error, RuntimeError)
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 

@@ -1,16 +1,14 @@
-"""Tools of the tests: covering arrays, the distribution of tests to pytest's workers, and ranks as threads."""
+"""Tools of the tests: covering arrays, and ranks as threads."""
 
 from __future__ import annotations
 
 from itertools import combinations, product
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from deepspeed_ucp.comm import Comm
-from tests.conftest import pytest_xdist_make_scheduler
 from tests.support.covering import cover, turns
 from tests.support.ranks import BrokenWorldError, World, run_ranks
 
@@ -41,46 +39,6 @@ def test_turns_use_every_value_of_both_sides(left: int, right: int, count: int) 
     assert len(rows) == len(set(rows))
     assert {row[0] for row in rows} == set(first)
     assert {row[1] for row in rows} == set(second)
-
-
-# -- pytest's workers
-
-TESTS = [
-    "tests/engine/test_a.py::test_x[1]",
-    "tests/engine/test_a.py::test_x[2]",
-    "tests/engine/test_b.py::test_y",
-    "tests/engine/test_engine_nvme.py::test_z",
-    "tests/synth/test_against_deepspeed.py::test_z",
-    "tests/io/test_c.py::test_x[@]",
-    "tests/io/test_c.py::test_y",
-    "tests/io/test_c.py::test_z",
-    "tests/io/test_d.py::test_x",
-]
-
-
-class Worker:
-    def __init__(self, name: str):
-        self.gateway, self.tests, self.shutting_down = SimpleNamespace(id=name), list[int](), False
-
-    def send_runtest_some(self, indices: list[int]) -> None:
-        self.tests += indices
-
-    def shutdown(self) -> None:
-        self.shutting_down = True
-
-
-def test_tests_with_worlds_run_on_two_workers() -> None:
-    options = {"dist": "loadgroup", "numprocesses": 2, "tx": ["2*popen"], "loadscopereorder": False}
-    config: Any = SimpleNamespace(getvalue=options.get, option=SimpleNamespace(**options))
-    scheduler = pytest_xdist_make_scheduler(config, None)
-    workers = [Worker("gw0"), Worker("gw1")]
-    for worker in workers:
-        scheduler.add_node(worker)
-    for worker in workers:
-        scheduler.add_node_collection(worker, TESTS)
-    scheduler.schedule()
-    assert workers[0].tests[:3] == [0, 1, 2]
-    assert workers[1].tests[:2] == [3, 4]
 
 
 # -- ranks as threads

@@ -103,7 +103,6 @@ def find() -> NVRx | None:
 
 
 def _is_connected(path: str) -> bool:
-    """Return True if this process has a connection to the socket."""
     for number in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # closed, or not connected
             if stat.S_ISSOCK(os.fstat(number).st_mode):

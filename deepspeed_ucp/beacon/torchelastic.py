@@ -35,11 +35,7 @@ def set_limit(seconds: float) -> None:
 
 
 class FileTimer(Listener):
-    """The timer of one rank.
-
-    Args:
-        path: named pipe of the agent's timer server.
-    """
+    """The timer of one rank, in the named pipe of the agent's timer server."""
 
     def __init__(self, path: str) -> None:
         # Imported before any expiration is computed: the import of torch takes seconds.
@@ -100,6 +96,6 @@ class FileTimer(Listener):
 
 
 def find() -> FileTimer | None:
-    """The timer, if the agent has a timer server."""
+    """Return the timer if the agent has a timer server."""
     path = os.environ.get(_VARIABLE)
     return FileTimer(path) if path else None

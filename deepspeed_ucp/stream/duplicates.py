@@ -377,7 +377,6 @@ def _judge_here(index: AtomicIndex, pairs: Sequence[Pair], judge: Judge) -> None
 
 
 def _divide(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
-    """Yield batches of pairs that are read together."""
     batch, nbytes = list[Pair](), 0
     for pair in pairs:
         batch.append(pair)
@@ -412,7 +411,6 @@ def _read_there(index: AtomicIndex, pairs: Sequence[Pair], comm: Comm) -> list[V
 
 
 def _join(want: Want, reads: Iterable[Read], answers: Iterator[bytes]) -> bytearray:
-    """Scatter the bytes of a want's reads."""
     values = bytearray(want.nbytes)
     sink = MemorySink(memoryview(values), want.itemsize)
     for read in reads:

@@ -100,10 +100,6 @@ def assemble_full_tensors(
 
     Copies of parameters with a master are omitted: a load recreates them.
 
-    Args:
-        rules: the user's rules.
-        live: rules of a live engine.
-
     Raises:
         MismatchError: patterns are unknown or contradict the shapes; all in one message.
     """
@@ -154,7 +150,6 @@ class WorkOptions:
     Attributes:
         workers: number of threads; 0: chosen by the cores.
         window: bytes of memory for data in transit.
-        bar: factory of a progress bar.
     """
 
     workers: int = 0
@@ -190,7 +185,6 @@ def stream(
         sources: reader of each checkpoint, and its atoms by the batches' output number.
         consume: called with each batch, in the thread that has read it.
         threads: number of threads; each holds memory for the largest batch.
-        bar: factory of a progress bar for the bytes of all sources.
         halted: called before each batch; True stops the thread.
 
     Raises:

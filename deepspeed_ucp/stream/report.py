@@ -24,7 +24,6 @@ class Report:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a block."""
         begin, at = time.perf_counter(), time.time()
         try:
             yield
@@ -65,7 +64,6 @@ class OutputReport(Report):
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Time the whole program."""
         begin = time.perf_counter()
         yield
         self.seconds = time.perf_counter() - begin

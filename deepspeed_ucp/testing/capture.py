@@ -50,8 +50,6 @@ class CapturedEngine:
         parameters: by name, without the prefix of torch.compile; a tied parameter has its first name.
         buffers: persistent buffers by name.
         counters: global_steps, global_samples, skipped_steps.
-        scheduler: state dict of the scheduler, or None.
-        loss_scale: current loss scale, or None.
     """
 
     parameters: dict[str, CapturedParameter]

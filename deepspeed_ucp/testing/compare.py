@@ -86,7 +86,6 @@ def _settings(name: str, saved: CapturedParameter, loaded: CapturedParameter, op
 
 
 def _compare_shared(kind: str, saved: Mapping[str, Any], loaded: Mapping[str, Any]) -> list[str]:
-    """Compare the keys that both sides have."""
     return _compare_mappings(
         kind, *({key: side[key] for key in saved.keys() & loaded.keys()} for side in (saved, loaded))
     )

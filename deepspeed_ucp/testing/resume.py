@@ -28,7 +28,6 @@ class Launch:
     """A launch of a training.
 
     Attributes:
-        world_size: number of ranks.
         ds_config: the DeepSpeed configuration, a dict. `train_batch_size` should be the same in both launches.
     """
 
@@ -129,7 +128,6 @@ def assert_resume_equivalent(
 
 
 def _compare_losses(reference: Sequence[float], resumed: Sequence[float], tolerance: float) -> float:
-    """Return the largest relative gap."""
     gaps = [abs(want - got) / max(abs(want), 1e-12) for want, got in zip(reference, resumed, strict=True)]
     for step, gap in enumerate(gaps):
         if not gap <= tolerance:  # also refuses NaN

@@ -82,8 +82,7 @@ def _make_done() -> Work:
 def share_gpus(backend: str) -> None:
     """Let ranks share this machine's GPUs: rank r takes GPU r modulo their number.
 
-    Args:
-        backend: the name that :class:`HostGroup` gets among torch's backends.
+    :class:`HostGroup` becomes torch's backend ``backend``.
     """
     from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 

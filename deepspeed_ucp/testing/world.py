@@ -101,7 +101,6 @@ class World(AbstractContextManager["World"]):
     collectives go through host memory.
 
     Args:
-        world_size: number of ranks, at least 1.
         timeout: default timeout of a call, in seconds.
         env: further environment variables of the ranks.
     """
@@ -239,7 +238,6 @@ class WorldPool(AbstractContextManager["WorldPool"]):
         self._worlds: dict[int, World] = {}
 
     def get(self, world_size: int) -> World:
-        """Return the live world of a size."""
         world = self._worlds.get(world_size)
         if world is None or world.closed:
             world = self._worlds[world_size] = World(world_size, timeout=self._timeout, env=self._env)

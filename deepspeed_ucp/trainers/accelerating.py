@@ -261,7 +261,6 @@ def _list_plain(accelerator: Any) -> list[Any]:
 
 
 def _list_schedulers(accelerator: Any, folder: str) -> list[tuple[Any, dict[str, Any]]]:
-    """List the schedulers that Accelerate saves, with their saved states."""
     plain = _list_plain(accelerator)
     names = (f"scheduler_{number}.bin" if number else "scheduler.bin" for number in range(len(plain)))
     paths = [os.path.join(folder, name) for name in names]

@@ -62,7 +62,6 @@ class BatchSizes:
         return fitting or self.refuse(folder, job, "Use a number of ranks that divides it")
 
     def refuse(self, folder: str, job: SavedJob, advice: str) -> NoReturn:
-        """Raise a :class:`MismatchError` about another total batch."""
         raise MismatchError(
             f"saved with a total batch of {job.total_batch} samples, this run has {self.total} ({self.micro} "
             f"a device, {pluralize(self.ranks, 'rank')}): it would continue at other samples and learning rates. "

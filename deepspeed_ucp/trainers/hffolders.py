@@ -46,7 +46,6 @@ def choose_folder(args: Any, wanted: Any, config: UniversalConfig) -> Any:
     """Choose the folder of a resume (collective).
 
     Args:
-        args: arguments of the trainer.
         wanted: a folder, or True for the newest one in the output folder.
 
     Returns:
@@ -97,9 +96,6 @@ def _list_before(folder: str) -> list[str]:
 
 def _find_fault(folder: str, args: Any, config: UniversalConfig, comm: Comm) -> str:
     """Describe the fault that prevents a resume from a folder, if any (collective).
-
-    Args:
-        args: arguments of the trainer.
 
     Raises:
         UcpError: an error that an older folder would not avoid.

@@ -183,7 +183,6 @@ def keep_total_batch(trainer: Any, folder: str, micro: int, config: UniversalCon
     """Set the batch sizes that make a checkpoint's total batch (collective).
 
     Args:
-        folder: the trainer's ``checkpoint-N``.
         micro: samples of a micro batch of this run, the upper limit.
 
     Returns:
@@ -278,7 +277,6 @@ def _read_explicit_total(args: Any) -> int | None:
 
 
 def _set_batch(trainer: Any, micro: int, accumulation: int, total: int, *, asked: int) -> None:
-    """Set the batch sizes in the trainer, its arguments and its ds_config."""
     args, ds_config = trainer.args, trainer.accelerator.state.deepspeed_plugin.hf_ds_config
     args.per_device_train_batch_size = micro // max(1, args.n_gpu)
     args.gradient_accumulation_steps = accumulation
@@ -289,11 +287,7 @@ def _set_batch(trainer: Any, micro: int, accumulation: int, total: int, *, asked
 
 
 def _record_begun(trainer: Any, job: SavedJob, now: tuple[int, int]) -> None:
-    """Record the ranks and micro batches per step of the run's first launch.
-
-    Args:
-        now: ranks and micro batches of this launch.
-    """
+    """Record the ranks and micro batches per step of the first launch (``now``: this)."""
     begun = job.begun or (job.replicas, job.accumulation or now[1])
     was_divided = job.ranks != job.replicas * job.model_ranks
     if was_divided != _divides_sequences(trainer):
@@ -506,11 +500,7 @@ def compute_loss(original: Callable[..., Any], trainer: Any, *args: Any, **kwarg
 
 
 def find_factor(trainer: Any, begun: tuple[int, int], *, training: bool) -> float:
-    """Return the factor for losses of a model that ignores the number of items.
-
-    Args:
-        begun: ranks and micro batches per step in the run's first launch.
-    """
+    """Return the factor for losses of a model that ignores the number of items."""
     ranks, accumulation = _count_replicas(trainer), trainer.args.gradient_accumulation_steps
     is_average = training and _divides_sequences(trainer)
     adds_ranks = not is_average and getattr(trainer.args, "average_tokens_across_devices", False)

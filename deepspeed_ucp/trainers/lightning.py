@@ -95,9 +95,6 @@ def _note_loaders(strategy: Any, state: dict[str, Any]) -> dict[str, Any]:
 def _load_foreign(strategy: Any, folder: str, *_: Any, fitting: bool, **__: Any) -> dict[str, Any]:
     """Load a folder saved under FSDP; return Lightning's state (collective).
 
-    Args:
-        fitting: load the optimizer's states too.
-
     Raises:
         CheckpointError: the folder has no state of Lightning.
     """
@@ -234,11 +231,7 @@ def _warn_data(loop: Any, loaders: list[Any]) -> None:
 
 
 def _is_positioned(loader: Any, *, restored: bool) -> bool:
-    """Return True if a loader starts at the position of the run.
-
-    Args:
-        restored: the checkpoint has the states of stateful loaders.
-    """
+    """Return True if a loader, with ``restored`` states, starts at the run's position."""
     stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
     orders = (getattr(loader, name, None) for name in ("sampler", "dataset"))
     return (stateful and restored) or any(isinstance(order, Order) and order.follows for order in orders)

@@ -45,10 +45,8 @@ def read_states(path: str, keys: Mapping[str, str], rank: int) -> States:
     """Read the states in a rank's file; empty if the file is missing.
 
     Args:
-        path: file with a dict, written by ``torch.save``.
         keys: generator → key in that dict. The accelerator's key has a ``{}`` for the name of the device; its value may
             be a list with one state per device of the node.
-        rank: the rank that wrote the file.
 
     Raises:
         CheckpointError: the file is damaged, or has another form.
@@ -78,11 +76,7 @@ def _choose_device(states: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
 
 
 def restore_ranks(engine: Any, folder: str, job: SavedJob, read: Callable[[int], States]) -> None:
-    """Restore this rank's generators from the files of a saved job (collective).
-
-    Args:
-        engine: has loaded the checkpoint.
-        folder: folder of the files, for messages.
+    """Restore this rank's generators from the files of a loaded job (collective).
 
     Raises:
         CheckpointError: a file is damaged; the same on every rank.
