@@ -33,12 +33,12 @@ def run_source(train_fn: Any, ds_config: dict[str, Any], steps: tuple[int, int],
     """Train, save and continue; return the losses after the save."""
     training = train_fn(copy.deepcopy(ds_config))
     engine = next(training)
-    _train(training, steps[0])
+    train(training, steps[0])
     engine.save_checkpoint(folder, client_state=copy.deepcopy(CLIENT_STATE))
     state = capture(engine)
     if torch.distributed.get_rank() == 0:
         torch.save(state, Path(folder) / _REFERENCE)
-    losses = _train(training, steps[1])
+    losses = train(training, steps[1])
     training.close()
     engine.destroy()
     return losses
@@ -59,11 +59,12 @@ def run_target(train_fn: Any, ds_config: dict[str, Any], steps: int, folder: str
             differences.append(f"client state {key}: saved {value!r}, loaded {client_state.get(key)!r}")
     report = getattr(engine, "ucp_report", None)
     direct = None if report is None else bool(report.direct)
-    losses = [] if differences else _train(training, steps)
+    losses = [] if differences else train(training, steps)
     training.close()
     engine.destroy()
     return Resumed(len(state.parameters), count, direct, differences, losses)
 
 
-def _train(training: Generator[Any, None, None], steps: int) -> list[float]:
+def train(training: Generator[Any, None, None], steps: int) -> list[float]:
+    """Train `steps` steps; return their losses."""
     return [float(next(training)) for _ in range(steps)]

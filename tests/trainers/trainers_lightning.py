@@ -13,6 +13,7 @@ from unittest import mock
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+import trainers_common
 from lightning.fabric.accelerators import CPUAccelerator as FabricAccelerator
 from lightning.fabric.strategies import deepspeed as fabric_deepspeed
 from lightning.pytorch.accelerators import CPUAccelerator
@@ -50,24 +51,17 @@ class ScriptClass:
 
 
 @dataclass
-class Trained:
+class Trained(trainers_common.Trained):
     """One rank's part of a run, by step of the engine.
 
     Attributes:
-        samples, losses: of all micro batches.
-        rates: learning rate.
         counted: Lightning's count of steps.
         drawn: first random number.
-        log: warnings of the plugin.
         loaded: class of the loaded hyper-parameter.
     """
 
-    samples: dict[int, list[int]] = field(default_factory=dict)
-    losses: dict[int, list[float]] = field(default_factory=dict)
-    rates: dict[int, float] = field(default_factory=dict)
     counted: dict[int, int] = field(default_factory=dict)
     drawn: dict[int, float] = field(default_factory=dict)
-    log: list[str] = field(default_factory=list)
     error: str = ""
     loaded: str = ""
 
@@ -116,7 +110,8 @@ class Net(pl.LightningModule):
             self.record.counted[step] = self.trainer.global_step
             self.record.drawn[step] = torch.rand(1).item()
         self.record.samples.setdefault(step, []).extend(numbers.tolist())
-        self.record.losses.setdefault(step, []).append(loss.item())
+        # The mean of the micro batches:
+        self.record.losses[step] = self.record.losses.get(step, 0.0) + loss.item() / self.setting.accumulation
         return loss
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -149,7 +144,7 @@ def train(
     torch.manual_seed(7)
     net = Net(setting, record, save)
     torch.manual_seed(100 * bool(load) + dist.get_rank())
-    with _choose_cpu(default_on), listen(record.log):
+    with _choose_cpu(default_on), listen(record.warnings):
         config = {
             "zero_optimization": {"stage": setting.stage},
             "train_micro_batch_size_per_gpu": setting.micro,
