@@ -173,42 +173,6 @@ def test_writers_of_saves_below_a_folder_are_ended(bench: Any, tmp_path: Path) -
     started[1].communicate()
 
 
-def test_the_house_report_counts_a_checkout(bench: Any, tmp_path: Path) -> None:
-    package = tmp_path / "deepspeed_ucp"
-    (package / "low").mkdir(parents=True)
-    (package / "__init__.py").write_text('"""What it is."""\n')
-    (package / "high.py").write_text(
-        "from .low import one\n\n\nclass _Claim:\n    expert = 1\n\n\ndef go():\n    return one.go()\n"
-    )
-    (package / "low" / "__init__.py").write_text("")
-    (package / "low" / "one.py").write_text(
-        "from . import two\n\n\nclass _Claim:\n    a = 1\n\n\ndef go():\n    return _go()\n\n\n"
-        "def _go():\n    return two\n"
-    )
-    (package / "low" / "two.py").write_text("from deepspeed_ucp.high import go\nfrom .one import go\n")
-    (tmp_path / "setup.cfg").write_text(
-        "[importlinter:contract:layers]\nlayers =\n    (deepspeed_ucp.high)\n    deepspeed_ucp.low\n"
-    )
-    modules = [bench.house.Module(tmp_path, file) for file in sorted(package.rglob("*.py"))]
-    row = bench.house.describe(modules, {"files": {"low/one.py"}, "types": {"deepspeed_ucp.low.one.Thing"}})
-    assert (row["lines"], row["files"], row["functions"], row["passed"], row["types"]) == (25, 5, 3, 1, 1)
-    (tmp_path / "README.md").write_text("Three short words.\n")
-    figures = bench.house.summarise(tmp_path, modules)
-    assert figures == {
-        "types for a byte range": "1: Claim",
-        "types for an engine": "0: ",
-        "types for a file": "0: ",
-        'files with "expert" outside extensions/': "1",
-        "class names used twice": "_Claim",
-        "import circles": "('deepspeed_ucp.high', 'deepspeed_ucp.low.one', 'deepspeed_ucp.low.two')",
-        "imports that point up": "1",
-        "docstrings that begin with What, Who, Which, Of, The same": "1 of 1",
-        "lines of tests": "0",
-        "lines of bench": "0",
-        "words of documents": "3",
-    }
-
-
 def test_docstrings_begin_with_a_short_line_that_is_no_relative_clause(bench: Any) -> None:
     root = Path(__file__).parents[1]
     modules = [bench.house.Module(root, file) for file in sorted((root / "deepspeed_ucp").rglob("*.py"))]

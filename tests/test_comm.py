@@ -119,16 +119,6 @@ def test_exchanged_tables_keep_dtype_and_shape(size: int, dtype: Any, shape: tup
             assert (table == expected).all()
 
 
-def test_masks_of_all_ranks_are_joined() -> None:
-    def work(rank: int, comm: Comm) -> list[bool]:
-        mask = np.zeros(4, np.bool_)
-        mask[rank] = True
-        return comm.any_of(mask).tolist()
-
-    assert run_ranks(3, work) == [[True, True, True, False]] * 3
-    assert Comm().any_of(np.array([True, False])).tolist() == [True, False]
-
-
 # -- torch's collectives
 
 

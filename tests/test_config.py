@@ -23,10 +23,6 @@ def parse(value: Any) -> UniversalConfig | None:
     return parse_config({"checkpoint": {"universal": value}})
 
 
-def test_true_and_an_empty_object_take_all_defaults() -> None:
-    assert parse(True) == parse({}) == UniversalConfig()
-
-
 def test_folder_options_expand_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     options = {"also": ["~/mirror", "s3://bucket/~/run"], "atomic_dir": "~/atoms", "save": {"to": [{"place": "~/run"}]}}
@@ -36,7 +32,7 @@ def test_folder_options_expand_the_home_folder(monkeypatch: pytest.MonkeyPatch) 
     assert (config.atomic_dir, config.save.to[0].place) == ("/home/me/atoms", "/home/me/run")
 
 
-def test_every_option_can_be_set() -> None:
+def test_every_option_has_a_default_and_can_be_set() -> None:
     given = {
         "mode": "atomic",
         "atomic_dir": "/fast",
@@ -65,8 +61,8 @@ def test_every_option_can_be_set() -> None:
         "trust_pickle": True,
     }
     found = parse(given)
-    assert found is not None
-    assert found.model_dump() == given
+    assert found is not None and found.model_dump() == given
+    assert parse(True) == parse({}) == UniversalConfig()
 
 
 def test_the_guide_and_the_example_have_every_option_and_its_default(pytestconfig: pytest.Config) -> None:

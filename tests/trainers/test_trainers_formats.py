@@ -1,8 +1,12 @@
-"""Each trainer under DeepSpeed with each format that ``engine.load_checkpoint`` loads: resumed, or refused."""
+"""Each trainer with each format, on gloo.
+
+DeepSpeed's engine resumes or refuses the format; trainers with FSDP resume exports of DeepSpeed checkpoints.
+"""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,10 @@ from safetensors.torch import save_file
 from test_trainers_hf import choose
 
 from deepspeed_ucp.cli.dispatch import main
-from deepspeed_ucp.testing import WorldPool
+from deepspeed_ucp.formats.foreign.names import MODEL_FOLDER, OPTIMIZER_FOLDER
+from deepspeed_ucp.testing import World, WorldPool
+from tests.support.engines import foreign_run
+from tests.support.exports import check_same, read_all
 
 pytest.importorskip("accelerate")
 
@@ -56,6 +63,59 @@ def resume(trainer: str, folders: dict[str, Path], pool: WorldPool, **options: A
     return {kind: (made, "\n".join(lines)) for kind, (made, lines) in zip(folders, found, strict=True)}
 
 
+def check(
+    found: dict[str, tuple[Any, str]], loaded: Iterable[str], refused: dict[str, Path], *, samples: int, advice: str
+) -> None:
+    """Check logs of resumed runs and errors of refused ones."""
+    for kind in loaded:
+        made, log = found[kind]
+        assert not isinstance(made, str), (kind, made)
+        text = f"records no total batch; this run takes {samples} samples a step"
+        assert (text in log) is (kind not in ("tag", "atomic"))
+    for kind, folder in refused.items():
+        error = str(found[kind][0])
+        assert error.startswith(f"CheckpointError: {folder}: ") and advice in error, (kind, error)
+
+
+def read_folders(folder: Path) -> dict[str, Any]:
+    """Read Accelerate's folders, in the form of :func:`read_all`."""
+    optimizer = read_all(folder / OPTIMIZER_FOLDER)["optimizer"]
+    return {"model": read_all(folder / MODEL_FOLDER)["model"], "optim": optimizer}
+
+
+def check_engines(world: World, folder: Path, tree: dict[str, Any], beside: str, **options: Any) -> None:
+    """Load a folder of FSDP at ZeRO 1 and 3; compare with torch's states to the bit, and the names of unread files."""
+    groups = {name: group for group in tree["optim"]["param_groups"] for name in group["params"]}
+    for state, heard in world.run(foreign_run.go_on, str(folder), (1, 3), **options)[0]:
+        assert set(state.parameters) | set(state.buffers) == set(tree["model"])
+        held = {name: each.fp32 for name, each in state.parameters.items()} | state.buffers
+        check_same(held, {name: tree["model"][name].to(held[name].dtype) for name in held})
+        for name, each in state.parameters.items():
+            saved = dict(tree["optim"]["state"][name])
+            assert each.scalars["step"] == float(saved.pop("step")) == 3
+            check_same(each.tensors, saved)
+            for key in ("lr", "betas", "eps", "weight_decay"):
+                assert each.hyper[key] == groups[name][key]
+        assert state.counters["global_steps"] == 3
+        assert any(f"neither model nor optimizer: {beside}." in line for line in heard)
+
+
+def check_llama(world: World, sharded: Path, full: Path) -> None:
+    """Compare loads with torch's states. Both kinds store the tied head separately; it is one tensor in the engine."""
+    tree = read_folders(sharded)
+    found = world.run(trainers_fsdp.load_llama, [str(sharded), str(full)], (1, 3))[0]
+    assert len(found) == 4
+    for state, heard in found:
+        assert set(state.parameters) == tree["model"].keys() - {"lm_head.weight"} == tree["optim"]["state"].keys()
+        for name, held in state.parameters.items():
+            saved = dict(tree["optim"]["state"][name])
+            assert held.scalars["step"] == float(saved.pop("step")) == 2
+            check_same({"fp32": held.fp32, **held.tensors}, {"fp32": tree["model"][name], **saved})
+            assert held.hyper["lr"] == tree["optim"]["param_groups"][0]["lr"]
+        (line,) = [line for line in heard if "neither model nor optimizer" in line]
+        assert "rng_state_0.pth, rng_state_1.pth, scheduler.pt, trainer_state.json" in line
+
+
 def test_the_trainer_resumes_or_refuses_each_format(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     saved = tmp_path / "in/checkpoint-2"
     whole = ucp_worlds.get(1).run(trainers_fsdp.train, "deepspeed", str(saved.parent), steps=4, save=2)[0]
@@ -63,21 +123,17 @@ def test_the_trainer_resumes_or_refuses_each_format(tmp_path: Path, ucp_worlds: 
     for how in ("SHARDED", "FULL"):
         ucp_worlds.get(2).run(trainers_fsdp.train, how, str(tmp_path / how), steps=2, save=2)
         folders[how] = tmp_path / how / "checkpoint-2"
+    check_llama(ucp_worlds.get(1), folders["SHARDED"], folders["FULL"])
     folders["dcp"] = export(saved, tmp_path / "dcp/checkpoint-2")
     numbered = tmp_path / "numbered/checkpoint-2"
     shutil.copytree(saved, numbered, ignore=shutil.ignore_patterns(*OURS))
     torch.save({}, numbered / "optimizer.pt")
     refused = {**make_plain(saved, tmp_path), "numbered": numbered}
     found = resume("trainer", {**folders, **refused}, ucp_worlds)
+    check(found, folders, refused, samples=4, advice='"arguments": {"load_module_only": true}')
     for kind, folder in folders.items():
-        losses, log = found[kind]
-        assert losses == pytest.approx(whole, rel=1e-6), (kind, losses)
-        assert ("records no total batch; this run takes 4 samples a step" in log) is (kind not in ("tag", "atomic"))
+        assert found[kind][0] == pytest.approx(whole, rel=1e-6), kind
         assert choose(str(folder), fallback=True) == str(folder)
-    for kind, folder in refused.items():
-        error, _ = found[kind]
-        assert str(error).startswith(f"CheckpointError: {folder}: "), (kind, error)
-        assert '"arguments": {"load_module_only": true}' in error, (kind, error)
 
 
 def test_the_trainer_resumes_an_adapter_from_each_format(tmp_path: Path, ucp_worlds: WorldPool) -> None:
@@ -102,21 +158,27 @@ def test_accelerate_resumes_or_refuses_each_format(tmp_path: Path, ucp_worlds: W
     for how in ("2 SHARDED", "1 SHARDED", "2 FULL"):
         folders[how] = tmp_path / how / "it"
         ucp_worlds.get(2).run(trainers_fsdp.accelerate, how, range(3), save=str(folders[how]))
+        if how.endswith("FULL"):
+            model, optim = folders[how] / "pytorch_model_fsdp.bin", folders[how] / "optimizer.bin"
+            tree = {"model": torch.load(model, weights_only=True), "optim": torch.load(optim, weights_only=True)}
+        else:
+            tree = read_folders(folders[how])
+        beside = "random_states_0.pkl, random_states_1.pkl, scheduler.bin"
+        check_engines(ucp_worlds.get(1), folders[how], tree, beside)
     folders["dcp"] = export(saved, tmp_path / "dcp/it")
     refused = make_plain(saved, tmp_path)
     torch.manual_seed(11)
     drawn = int(torch.randint(1 << 30, (1,)))
     found = resume("accelerate", {**folders, **refused}, ucp_worlds)
+    check(found, folders, refused, samples=8, advice="engine.load_checkpoint(folder, load_module_only=True)")
     for kind in folders:
-        made, log = found[kind]
-        assert not isinstance(made, str), (kind, made)
+        made = found[kind][0]
         assert (made[0], made[1]) == (pytest.approx(losses[3:], rel=1e-6), pytest.approx(rates, rel=1e-6)), kind
         assert made[2] == drawn or kind == "dcp", kind
-        assert ("records no total batch; this run takes 8 samples a step" in log) is (kind not in ("tag", "atomic"))
-    for kind, folder in refused.items():
-        error, _ = found[kind]
-        assert str(error).startswith(f"CheckpointError: {folder}: has only weights"), (kind, error)
-        assert "load_module_only=True" in error
+
+
+def cut(held: dict[str, Any]) -> dict[str, Any]:
+    return {name.removeprefix("net."): value for name, value in held.items()}
 
 
 def test_lightning_resumes_or_refuses_each_format(tmp_path: Path, ucp_worlds: WorldPool) -> None:
@@ -129,13 +191,61 @@ def test_lightning_resumes_or_refuses_each_format(tmp_path: Path, ucp_worlds: Wo
     for how in ("1", "2"):
         folders[how] = tmp_path / how / "it.ckpt"
         ucp_worlds.get(2).run(trainers_fsdp.fit, how, str(folders[how]))
+        held = read_all(folders[how])
+        weights, optim = held["model" if how == "1" else "state_dict"], held["optimizer_0"]
+        groups = [{**group, "params": cut(dict.fromkeys(group["params"]))} for group in optim["param_groups"]]
+        tree = {"model": cut(weights), "optim": {"state": cut(optim["state"]), "param_groups": groups}}
+        rules = {"rename": [{"from": r"net\.(?P<rest>.*)", "to": "{rest}"}]}
+        check_engines(pool, folders[how], tree, "meta.pt (schedulers, loops)", patterns=rules)
     refused = {**make_plain(saved, tmp_path), "dcp": export(saved, tmp_path / "dcp/it.ckpt")}
     found = resume("lightning", {**folders, **refused}, ucp_worlds)
+    check(found, folders, refused, samples=2, advice="engine.load_checkpoint(folder) in on_fit_start")
     for kind in folders:
-        made, log = found[kind]
-        assert made == pytest.approx(losses[3:], rel=1e-6), (kind, made)
-        assert ("records no total batch; this run takes 2 samples a step" in log) is (kind not in ("tag", "atomic"))
-    for kind, folder in refused.items():
-        error, _ = found[kind]
-        assert str(error).startswith(f"CheckpointError: {folder}: "), (kind, error)
-        assert "engine.load_checkpoint(folder) in on_fit_start" in error, (kind, error)
+        assert found[kind][0] == pytest.approx(losses[3:], rel=1e-6), kind
+
+
+def check_states(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    check_same(found["model"], wanted["model"])
+    assert found["optim"]["state"].keys() == wanted["optim"]["state"].keys()
+    for name, held in wanted["optim"]["state"].items():
+        check_same(found["optim"]["state"][name], held)
+    for one, other in zip(found["optim"]["param_groups"], wanted["optim"]["param_groups"], strict=True):
+        assert {key: one[key] for key in other if key != "params"} == {k: v for k, v in other.items() if k != "params"}
+
+
+def test_accelerate_resumes_a_deepspeed_save_under_fsdp(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """One rank under DeepSpeed saves; two under FSDP2 and FSDP1 load model, optimizer, schedule and random states."""
+    saved, out = str(tmp_path / "saved"), str(tmp_path / "out")
+    one, two, run = ucp_worlds.get(1), ucp_worlds.get(2), trainers_fsdp.accelerate
+    ((_, rates, _),) = one.run(run, "deepspeed", range(3), save=saved)
+    ((losses, *_),) = one.run(run, "deepspeed", range(5))
+    assert main(["export", saved, out, "--to", "dcp", "--layout", "accelerate"]) == 0
+    for version in ("2", "1"):
+        two.run(run, f"{version} SHARDED", range(0), load=out, save=str(tmp_path / version), warm=version == "1")
+    (went_on, after, drawn), _ = two.run(run, "2 SHARDED", range(3, 5), load=out)
+    wanted = read_folders(Path(out))
+    for version in ("2", "1"):
+        check_states(read_folders(tmp_path / version), wanted)
+    assert went_on == losses[3:]
+    assert after == [rate / 2 for rate in rates]
+    torch.manual_seed(11)
+    assert drawn == int(torch.randint(1 << 30, (1,)))
+
+
+def test_the_trainer_resumes_a_deepspeed_save_under_fsdp(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """One rank saves; two ranks restore schedule and position in the data, with and without a scheduler's file."""
+    whole = ucp_worlds.get(1).run(trainers_fsdp.train, "deepspeed", str(tmp_path / "in"), steps=6, save=3)[0]
+    for step in (3, 6):
+        folder, out = (str(tmp_path / place / f"checkpoint-{step}") for place in ("in", "out"))
+        assert main(["export", folder, out, "--to", "dcp", "--layout", "accelerate"]) == 0
+    (tmp_path / "in/checkpoint-3/scheduler.pt").unlink()
+    folder, out = (str(tmp_path / place) for place in ("in/checkpoint-3", "bare"))
+    assert main(["export", folder, out, "--to", "dcp", "--layout", "accelerate"]) == 0
+    for resume in (out, str(tmp_path / "out/checkpoint-3")):
+        options = {"steps": 6, "save": 3, "resume": resume}
+        rest = ucp_worlds.get(2).run(trainers_fsdp.train, "SHARDED", str(tmp_path / "on"), **options)[0]
+        assert rest == pytest.approx(whole, rel=1e-6)
+    found, wanted = (read_folders(tmp_path / place / "checkpoint-6") for place in ("on", "out"))
+    for name, held in wanted["optim"]["state"].items():
+        torch.testing.assert_close(found["model"][name], wanted["model"][name], rtol=0, atol=1e-6)
+        torch.testing.assert_close(found["optim"]["state"][name], held, rtol=1e-4, atol=1e-8)

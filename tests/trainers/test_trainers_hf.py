@@ -425,19 +425,6 @@ def test_epochs_with_dropped_samples_keep_their_number_of_steps(
     assert all("an epoch of the saved run had 6 steps, this one's has 5" in error for error in errors)
 
 
-@pytest.mark.exhaustive
-def test_a_run_resumes_in_another_precision(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """Samples and rates are equal; losses differ by the precision."""
-    options = {"per_device_train_batch_size": 4, **SAVES}
-    whole = train(ucp_worlds, 2, tmp_path, make_config(2), bf16=True, **options)
-    resume = str(tmp_path / "checkpoint-6")
-    rest = train(ucp_worlds, 1, tmp_path, make_config(3), resume=resume, **options)
-    for step in range(7, 16):
-        assert sorted(rest[0].samples[step]) == sorted(whole[0].samples[step] + whole[1].samples[step])
-        assert rest[0].rates[step] == whole[0].rates[step]
-        assert rest[0].losses[step] == pytest.approx(whole[0].losses[step], abs=0.02)
-
-
 @pytest.mark.skipif(not V5, reason="with transformers 4 a save is written when it returns")
 def test_the_last_complete_checkpoint_is_kept_during_newer_writes(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """Training does not wait. At the end the limit is met, and the next run resumes from complete files."""

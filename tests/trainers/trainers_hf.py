@@ -9,7 +9,6 @@ import shutil
 import signal
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 import trainers_common
@@ -182,11 +181,7 @@ def train(
         signal_at: step in which this rank gets SIGTERM; it saves to ``folder/preempted``.
     """
     record = Trained()
-    with (
-        choose_gloo(),
-        listen(record.warnings),
-        mock.patch("transformers.training_args.is_torch_bf16_gpu_available", return_value=True),
-    ):
+    with choose_gloo(), listen(record.warnings):
         from transformers import Trainer, TrainingArguments
 
         torch.manual_seed(5)
