@@ -11,16 +11,13 @@ import pickle
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from .errors import ConfigError, RemoteError, StorageError, UcpError, escape
 from .meeting import find_store, give_signs, leave, meet
-
-if TYPE_CHECKING:
-    import torch
 
 NumpyArray = npt.NDArray[Any]
 T = TypeVar("T")
@@ -243,12 +240,15 @@ class TorchComm(Comm):
     store: Any = None
 
     def __init__(self, *, owner: bool = False, waits: bool = True) -> None:
+        import torch
         import torch.distributed as dist
 
         self.dist = dist
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
-        self.device = _find_device(dist.get_backend_config())
+        kinds = [pair.split(":")[0] for pair in dist.get_backend_config().split(",")]  # cpu:gloo,cuda:nccl
+        own = "cpu" if "cpu" in kinds else f"{kinds[0]}:{torch.get_device_module(kinds[0]).current_device()}"
+        self.device = torch.device(own)
         self.owner = owner
         self.store = find_store() if waits else None
         if self.store is not None:
@@ -330,16 +330,6 @@ class TorchComm(Comm):
                 leave(self.store, self.rank, error)
         elif self.owner:
             self.dist.destroy_process_group()
-
-
-def _find_device(config: str) -> torch.device:
-    """Return the device for the collectives of a group (``cpu:gloo,cuda:nccl``)."""
-    import torch
-
-    kinds = [pair.split(":")[0] for pair in config.split(",")]
-    if "cpu" in kinds:
-        return torch.device("cpu")
-    return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
 
 
 class MpiComm(Comm):

@@ -136,18 +136,14 @@ def merge_options(sources: Iterable[tuple[str, object]]) -> UniversalConfig | No
             )
         on = value is not False
         if isinstance(value, Mapping):
-            _check_options(source, value)
+            try:
+                UniversalConfig.model_validate(dict(value))
+            except ValidationError as error:
+                keys = (name for model in (UniversalConfig, SaveOptions, SaveTier) for name in model.model_fields)
+                faults = describe_faults(error, keys, describe_keys())
+                raise ConfigError(f"{source} is not valid: {faults}") from None
             options |= value
     return UniversalConfig.model_validate(options) if on else None
-
-
-def _check_options(source: str, value: Mapping[Any, Any]) -> None:
-    try:
-        UniversalConfig.model_validate(dict(value))
-    except ValidationError as error:
-        keys = (name for model in (UniversalConfig, SaveOptions, SaveTier) for name in model.model_fields)
-        faults = describe_faults(error, keys, describe_keys())
-        raise ConfigError(f"{source} is not valid: {faults}") from None
 
 
 def read_environment(variables: Mapping[str, str]) -> tuple[str, object]:

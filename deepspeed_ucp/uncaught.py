@@ -67,14 +67,10 @@ def _keep_script_frames(trace: TracebackType | None) -> TracebackType | None:
     """Remove the frames of libraries and of this package from a traceback."""
     if trace is None:
         return None
-    rest = _keep_script_frames(trace.tb_next)
-    if _is_library(trace.tb_frame.f_code.co_filename):
-        return rest
-    return TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
-
-
-def _is_library(path: str) -> bool:
+    rest, path = _keep_script_frames(trace.tb_next), trace.tb_frame.f_code.co_filename
     package = os.path.dirname(os.path.abspath(__file__))
     folders = (package, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
-    is_inside = path.startswith(tuple(os.path.join(folder, "") for folder in folders))
-    return path.startswith("<frozen") or is_inside or any(f"/{name}/" in path for name in _LIBRARIES)
+    is_inside = path.startswith(("<frozen", *(os.path.join(folder, "") for folder in folders)))
+    if is_inside or any(f"/{name}/" in path for name in _LIBRARIES):
+        return rest
+    return TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)

@@ -225,7 +225,7 @@ class World(AbstractContextManager["World"]):
         raise pickle.loads(first.exception) from summary
 
     def _log(self, rank: int) -> str:
-        path = _log_path(self._folder, rank)
+        path = self._folder / f"rank{rank}.log"
         return path.read_text(errors="replace")[-_LOG_TAIL:] if path.exists() else ""
 
 
@@ -284,7 +284,7 @@ def _serve(connection: Connection, variables: dict[str, str], folder: str, timeo
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     os.environ.clear()
     os.environ.update(variables)
-    _redirect_output(_log_path(Path(folder), int(variables["RANK"])))
+    _redirect_output(f"{folder}/rank{variables['RANK']}.log")
     for name in modules:  # no-ops in a forked rank
         with suppress(ImportError):
             importlib.import_module(name)
@@ -300,7 +300,8 @@ def _serve(connection: Connection, variables: dict[str, str], folder: str, timeo
         except (EOFError, OSError):
             os._exit(0)
         connection.send_bytes(_answer(call))
-        _restore_groups(groups)
+        for name, value in groups.items():
+            setattr(sys.modules["deepspeed.utils.groups"], name, copy.copy(value))
         gc.collect()  # engines are cycles
         gc.freeze()  # keeps the rest out of DeepSpeed's collections
 
@@ -438,24 +439,13 @@ def _copy_groups() -> dict[str, Any]:
     return {name: copy.copy(getattr(groups, name)) for name in names}
 
 
-def _restore_groups(copies: Mapping[str, Any]) -> None:
-    from deepspeed.utils import groups
-
-    for name, value in copies.items():
-        setattr(groups, name, copy.copy(value))
-
-
-def _redirect_output(path: Path) -> None:
+def _redirect_output(path: str) -> None:
     log = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(log, 1)
     os.dup2(log, 2)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True, chain=True)  # the default action ends the process
-
-
-def _log_path(folder: Path, rank: int) -> Path:
-    return folder / f"rank{rank}.log"
 
 
 def _kill_group(pid: int) -> None:

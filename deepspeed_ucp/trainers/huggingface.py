@@ -115,28 +115,22 @@ def inner_training_loop(original: Callable[..., Any], trainer: Any, *args: Any, 
     """
     call = inspect.signature(original).bind(trainer, *args, **kwargs)
     folder, config = call.arguments.get("resume_from_checkpoint"), find_options(trainer)
-    state = find_state(trainer)
+    chosen, state = trainer.args, find_state(trainer)
     state.resumed = None
     if config is None:
         return original(*call.args, **call.kwargs)
-    micro, accumulation = call.arguments.get("batch_size") or trainer._train_batch_size, _restore_requested(trainer)
+    state.requested = state.requested or (chosen.per_device_train_batch_size, chosen.gradient_accumulation_steps)
+    chosen.per_device_train_batch_size, chosen.gradient_accumulation_steps = state.requested  # undo earlier attempts
+    micro, accumulation = call.arguments.get("batch_size") or trainer._train_batch_size, state.requested[1]
     if folder:
         show_decisions()
-        check_order(trainer.args, os.fspath(folder))
+        check_order(chosen, os.fspath(folder))
         state.resumed = os.fspath(folder) if config.total_batch == "saved" else None
         micro = call.arguments["batch_size"] = keep_total_batch(trainer, os.fspath(folder), micro, config)
-    elif trainer.args.auto_find_batch_size:  # the trainer leaves the first attempt's size in the ds_config
+    elif chosen.auto_find_batch_size:  # the trainer leaves the first attempt's size in the ds_config
         ranks = _count_replicas(trainer)
         _set_batch(trainer, micro, accumulation, micro * accumulation * ranks, asked=micro * accumulation)
     return original(*call.args, **call.kwargs)
-
-
-def _restore_requested(trainer: Any) -> int:
-    """Undo an earlier attempt's batch sizes; return the script's accumulation."""
-    args, state = trainer.args, find_state(trainer)
-    state.requested = state.requested or (args.per_device_train_batch_size, args.gradient_accumulation_steps)
-    args.per_device_train_batch_size, args.gradient_accumulation_steps = state.requested
-    return int(args.gradient_accumulation_steps)
 
 
 def _count_replicas(trainer: Any) -> int:
@@ -411,7 +405,7 @@ def load_scheduler(original: Callable[..., Any], trainer: Any, checkpoint: str |
 
     Raises:
         MismatchError: the saved schedule has more param groups, such as that of a run without an adapter.
-        UnsupportedError: the schedule cannot be advanced.
+        UnsupportedError: the schedule depends on the results of the steps.
     """
     config = find_options(trainer)
     if config is None or checkpoint is None:
@@ -429,18 +423,6 @@ def load_scheduler(original: Callable[..., Any], trainer: Any, checkpoint: str |
         return
     schedule = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
     steps = int(read_trainer_state(checkpoint).get("global_step", 0))  # transformers 4 has not read it yet
-    advance(schedule, steps)
-    if connect().rank == 0:
-        rates = ", ".join(f"{group['lr']:g}" for group in schedule.optimizer.param_groups)
-        logger.warning("%s: the schedule of this run continues at step %d, learning rate %s", checkpoint, steps, rates)
-
-
-def advance(schedule: Any, steps: int) -> None:
-    """Advance a new schedule by a number of steps.
-
-    Raises:
-        UnsupportedError: the schedule depends on the results of the steps.
-    """
     if isinstance(schedule, LambdaLR):
         schedule.last_epoch = steps - 1
         schedule.step()
@@ -451,6 +433,9 @@ def advance(schedule: Any, steps: int) -> None:
             f"load_lr_scheduler_states=False: {type(schedule).__name__} cannot be set to step {steps}, because it "
             "depends on the steps before. Use a schedule of get_scheduler, or load the saved one."
         )
+    if connect().rank == 0:
+        rates = ", ".join(f"{group['lr']:g}" for group in schedule.optimizer.param_groups)
+        logger.warning("%s: the schedule of this run continues at step %d, learning rate %s", checkpoint, steps, rates)
 
 
 class Watched(torch.Tensor):
