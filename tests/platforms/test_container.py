@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.platforms.jobs import LONGEST, Run, Steps, make_environment, wait_for
+from tests.platforms.jobs import LONGEST, Run, Steps, make_environment
 
 NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child=KILL")  # the child is process 1 and sets the exit code
 GRACE = 60  # seconds
-RANK = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); print('up'); time.sleep(600)"
 
 
 def find_reason() -> str:
@@ -47,30 +46,6 @@ def send(container: subprocess.Popen[bytes], number: int) -> None:
     """Send a signal to process 1, like a container runtime."""
     children = Path(f"/proc/{container.pid}/task/{container.pid}/children").read_text().split()
     os.kill(int(children[0]), number)
-
-
-@pytest.mark.parametrize(
-    ("command", "ends"),
-    [
-        ([sys.executable, "-c", RANK], True),
-        (["sh", "-c", f'exec {sys.executable} -c "{RANK}"'], True),
-        (["sh", "-c", f'{sys.executable} -c "{RANK}" | cat'], False),
-        (["bash", "-c", f'{sys.executable} -c "{RANK}"; echo done'], False),
-    ],
-    ids=["program", "exec", "pipe", "shell"],
-)
-def test_a_shell_as_process_1_does_not_forward_the_signal(command: list[str], ends: bool, tmp_path: Path) -> None:
-    output = tmp_path / "output"
-    with start(output, *command) as container:
-        wait_for("the rank", lambda: "up" in output.read_text())
-        send(container, signal.SIGTERM)
-        if ends:
-            assert container.wait(timeout=LONGEST) == 143
-            return
-        with pytest.raises(subprocess.TimeoutExpired):
-            container.wait(timeout=1)
-        send(container, signal.SIGKILL)  # the end of the grace period
-        container.wait(timeout=LONGEST)
 
 
 @pytest.mark.exhaustive  # tests/test_preemption.py tests the signal, tests/engine the save

@@ -15,7 +15,7 @@ import trainers_common
 from deepspeed.runtime.lr_schedules import WarmupDecayLR
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LambdaLR
-from trainers_common import choose_gloo, finish_writes, gather_weights, hold_writes, list_saves, listen
+from trainers_common import choose_gloo, finish_writes, gather_weights, hold_writes, list_saves, listen, make_config
 from trainers_hf import Net, Samples
 
 from deepspeed_ucp.data import ElasticSampler, ElasticStream, Order
@@ -210,17 +210,6 @@ def split(kind: type[Order], world: int) -> list[int]:
 
 
 # --- tests
-
-
-def make_config(stage: int, universal: Any = True, **more: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "checkpoint": {"universal": universal},
-        "steps_per_print": 1_000_000,
-        **more,
-    }
 
 
 def agree(whole: list[Trained], rest: list[Trained], first: int) -> None:

@@ -18,6 +18,7 @@ import trainers_hf
 from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from torch.optim.lr_scheduler import LambdaLR
+from trainers_common import make_config
 from trainers_hf import Trained
 
 from deepspeed_ucp import CheckpointError, MismatchError, beacon
@@ -31,7 +32,6 @@ from tests.support.damage import flip_largest
 pytest.importorskip("accelerate")
 V5 = Version(pytest.importorskip("transformers", "4.57").__version__) >= Version("5")
 
-SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 SAVES = {"save_strategy": "steps", "save_steps": 2}
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}}
 DECAY = {
@@ -47,16 +47,6 @@ BEST = {
     "metric_for_best_model": "eval_loss",
     "greater_is_better": True,  # the first one is
 }
-
-
-def make_config(stage: int, universal: Any = True, **more: Any) -> dict[str, Any]:
-    return {
-        **dict.fromkeys(SIZES, "auto"),
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "checkpoint": {"universal": universal},
-        "steps_per_print": 1_000_000,
-        **more,
-    }
 
 
 def train(worlds: WorldPool, ranks: int, folder: Path, config: dict[str, Any], **options: Any) -> list[Trained]:

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
+from deepspeed_ucp.model.index import BATCH_SIZES
 from deepspeed_ucp.saves.launch import WriterPipe
 from deepspeed_ucp.saves.memory import is_locked
 from deepspeed_ucp.saves.saver import list_savers
@@ -36,6 +37,16 @@ class Trained:
     losses: dict[int, float] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+
+
+def make_config(stage: int, universal: Any = True, **more: Any) -> dict[str, Any]:
+    return {
+        **dict.fromkeys(BATCH_SIZES, "auto"),
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "checkpoint": {"universal": universal},
+        "steps_per_print": 1_000_000,
+        **more,
+    }
 
 
 def agree(

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from trainers_common import choose_gloo
+from trainers_common import choose_gloo, make_config
 
 from deepspeed_ucp.testing.capture import CapturedEngine, capture
 from tests.support import fsdp_run
@@ -70,15 +70,8 @@ def _make_accelerator(how: str) -> Any:
     from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
 
     if how == "deepspeed":
-        config = {
-            "train_micro_batch_size_per_gpu": 8,
-            "gradient_accumulation_steps": 1,
-            "gradient_clipping": 0.0,
-            "zero_optimization": {"stage": 2},
-            "zero_allow_untested_optimizer": True,
-            "checkpoint": {"universal": True},
-        }
-        plugin = DeepSpeedPlugin(hf_ds_config=config)
+        sizes = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1}
+        plugin = DeepSpeedPlugin(hf_ds_config=make_config(2, **sizes, zero_allow_untested_optimizer=True))
         return Accelerator(deepspeed_plugin=plugin, step_scheduler_with_optimizer=False)
     version, kind = how.split()
     plugin = FullyShardedDataParallelPlugin(
@@ -141,12 +134,7 @@ def train(
     from transformers import Trainer, TrainingArguments
 
     with choose("MULTI_CPU" if how == "deepspeed" else "MULTI_GPU"):
-        deepspeed = {
-            "train_micro_batch_size_per_gpu": "auto",
-            "gradient_clipping": 1.0,
-            "zero_optimization": {"stage": 2},
-            "checkpoint": {"universal": True},
-        }
+        deepspeed = make_config(2, gradient_clipping=1.0)
         fsdp = {"version": 2, "state_dict_type": f"{how}_STATE_DICT", "cpu_ram_efficient_loading": False}
         args = TrainingArguments(
             output_dir=folder,
@@ -242,19 +230,14 @@ def fit(how: str, folder: str, *, steps: int = 3, load: str | None = None) -> li
 
 
 def _make_strategy(how: str) -> Any:
+    import trainers_lightning
     from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 
     class OnCpu(FSDPStrategy):
         """A subclass, because Lightning refuses `FSDPStrategy` itself on CPUs."""
 
     if how == "deepspeed":
-        config = {
-            "zero_optimization": {"stage": 2},
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_clipping": 0.0,
-            "zero_allow_untested_optimizer": True,
-        }
-        return DeepSpeedStrategy(config=config, process_group_backend="gloo")
+        return trainers_lightning.make_strategy(DeepSpeedStrategy, 2, 2)
     if how == "1":
         return OnCpu(state_dict_type="sharded", process_group_backend="gloo")
     return ModelParallelStrategy(process_group_backend="gloo")

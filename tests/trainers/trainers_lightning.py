@@ -145,13 +145,8 @@ def train(
     net = Net(setting, record, save)
     torch.manual_seed(100 * bool(load) + dist.get_rank())
     with _choose_cpu(default_on), listen(record.warnings):
-        config = {
-            "zero_optimization": {"stage": setting.stage},
-            "train_micro_batch_size_per_gpu": setting.micro,
-            "zero_allow_untested_optimizer": True,
-        }
         frozen = {"exclude_frozen_parameters": setting.frozen}
-        strategy = DeepSpeedStrategy(config=config, process_group_backend="gloo", **frozen)
+        strategy = make_strategy(DeepSpeedStrategy, setting.stage, setting.micro, **frozen)
         options = {"use_distributed_sampler": not setting.elastic, **options}
         accumulation = {"accumulate_grad_batches": setting.accumulation}
         trainer = make_trainer(strategy, LightningEnvironment(), max_steps=steps, **accumulation, **options)
@@ -160,6 +155,12 @@ def train(
         except Exception as error:  # noqa: BLE001 - for the test
             record.error = "".join(traceback.format_exception(error))
     return record
+
+
+def make_strategy(kind: Any, stage: int, micro: int, **options: Any) -> Any:
+    sizes = {"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": micro}
+    config = {**sizes, "zero_allow_untested_optimizer": True}
+    return kind(config=config, process_group_backend="gloo", **options)
 
 
 def make_trainer(strategy: Any, environment: Any, **options: Any) -> pl.Trainer:
@@ -213,12 +214,7 @@ def _launch_fabric(stage: int, micro: int) -> Any:
     from lightning.fabric import Fabric
     from lightning.fabric.plugins.environments import LightningEnvironment as Environment
 
-    config = {
-        "zero_optimization": {"stage": stage},
-        "train_micro_batch_size_per_gpu": micro,
-        "zero_allow_untested_optimizer": True,
-    }
-    strategy = fabric_deepspeed.DeepSpeedStrategy(config=config, process_group_backend="gloo")
+    strategy = make_strategy(fabric_deepspeed.DeepSpeedStrategy, stage, micro)
     fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, plugins=[Environment()])
     fabric.launch()
     return fabric
