@@ -199,8 +199,10 @@ class World(AbstractContextManager["World"]):
         return answers, []
 
     def _receive(self, rank: int, connection: Connection) -> _Answer:
+        import torch
+
         try:
-            answer: _Answer = pickle.loads(connection.recv_bytes())
+            answer: _Answer = torch.load(io.BytesIO(connection.recv_bytes()), map_location="cpu", weights_only=False)
             return answer
         except (EOFError, OSError):
             process = self._processes[rank]
@@ -307,50 +309,26 @@ def _serve(connection: Connection, variables: dict[str, str], folder: str, timeo
 
 
 def _answer(call: bytes) -> bytes:
+    import torch
+
     try:
         fn, args, kwargs = pickle.loads(call)
         data = io.BytesIO()
-        _Pickler(data, pickle.HIGHEST_PROTOCOL).dump(_Answer(fn(*args, **kwargs)))
-        return data.getvalue()
+        torch.save(_Answer(fn(*args, **kwargs)), data)
     except BaseException as error:  # noqa: BLE001 - the answer has it
-        text = traceback.format_exc()
+        text, data = traceback.format_exc(), io.BytesIO()
         traceback.print_exc()
-        return pickle.dumps(_Answer(error=text, exception=_pickle_error(error)))
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles plain tensors as bytes, for the CPU, instead of a file for each tensor."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        import torch
-
-        if type(obj) is not torch.Tensor or obj.is_meta or obj.layout is not torch.strided:
-            return NotImplemented
-        if obj.requires_grad or vars(obj) or obj.is_quantized or obj.is_conj() or obj.is_neg():
-            return NotImplemented
-        return _make_tensor, (
-            obj.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes(),
-            obj.dtype,
-            tuple(obj.shape),
-        )
-
-
-def _make_tensor(data: bytes, dtype: Any, shape: tuple[int, ...]) -> Any:
-    import torch
-
-    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+        torch.save(_Answer(error=text, exception=_pickle_error(error)), data)
+    return data.getvalue()
 
 
 def _pickle_error(error: BaseException) -> bytes | None:
     """Pickle an exception; None if that fails or if it is no `Exception`."""
-    if not isinstance(error, Exception):
-        return None
-    try:
+    with suppress(Exception):  # the answer then only has the text
         data = pickle.dumps(error)
-        pickle.loads(data)
-    except Exception:  # noqa: BLE001 - the answer then only has the text
-        return None
-    return data
+        if isinstance(pickle.loads(data), Exception):
+            return data
+    return None
 
 
 def _join_group(folder: str, timeout: float) -> None:
