@@ -201,14 +201,6 @@ def test_batches_of_another_size_than_the_engines_are_a_warning(
     assert [f"batches of {size} samples" in text for text in caplog.messages] == [True] * warns
 
 
-def test_samples_drawn_before_follow_are_not_counted() -> None:
-    engine, sampler = Engine(global_samples=5 * BATCH), make_sampler(0, 1)
-    sampler.follow(engine)
-    assert sampler.consumed == 0
-    engine.global_samples += 9 * BATCH
-    assert (sampler.epoch, sampler.consumed) == (1, 9 * BATCH)
-
-
 @pytest.mark.parametrize(
     ("workers", "persistent"), [(0, False), *((workers, each) for workers in (1, 2, 3) for each in (False, True))]
 )
@@ -218,6 +210,8 @@ def test_a_streams_workers_supply_batches_in_turn(workers: int, persistent: bool
     stream.follow(engine)
     whole = make_stream(0, 2)
     loader: DataLoader[int] = DataLoader(stream, batch_size=2, num_workers=workers, persistent_workers=persistent)
+    if not persistent:
+        next(iter(loader))  # a later iteration starts anew
     for _ in range(2):
         expected = list(whole)
         assert torch.cat(list(loader)).tolist() == expected
@@ -226,25 +220,12 @@ def test_a_streams_workers_supply_batches_in_turn(workers: int, persistent: bool
         whole = copy.copy(whole)
 
 
-def test_a_new_epoch_with_persistent_workers_requires_a_finished_one() -> None:
-    """A worker does not know the number of its samples that training has used."""
-    stream = make_stream(0, 2, batch_size=2)
-    stream.follow(Engine(global_samples=0))
-    for persistent in (False, True):
-        loader: DataLoader[int] = DataLoader(stream, batch_size=2, num_workers=2, persistent_workers=persistent)
-        next(iter(loader))
-        if not persistent:
-            assert torch.cat(list(loader)).tolist() == list(make_stream(0, 2))
-            continue
-        with pytest.raises(ConfigError, match="an iteration has ended within its epoch.*without persistent_workers"):
-            list(loader)
-
-
 @pytest.mark.parametrize("start", ["fork", "spawn"])
-@pytest.mark.parametrize("change", ["step", "load", "seed"])
+@pytest.mark.parametrize("change", ["stop", "step", "load", "seed"])
 def test_persistent_workers_refuse_a_position_other_than_their_epochs_end(start: str, change: str) -> None:
-    """They may have prefetched an epoch of which the run trained a part, or the run may have loaded since."""
-    stream, engine = make_stream(0, 2, batch_size=2, sizes=(24,)), Engine(global_samples=0)
+    """They may have given or prefetched an epoch of which the run trained a part, or the run may have loaded since."""
+    sizes, engine = SIZES if change == "stop" else (24,), Engine(global_samples=0)
+    stream = make_stream(0, 2, batch_size=2, sizes=sizes)
     stream.follow(engine)
     loader: DataLoader[int] = DataLoader(
         stream, batch_size=2, num_workers=2, prefetch_factor=4, persistent_workers=True, multiprocessing_context=start
@@ -254,11 +235,11 @@ def test_persistent_workers_refuse_a_position_other_than_their_epochs_end(start:
         if count % 3 == 0:
             engine.global_samples += BATCH
             note_step(engine)
-        if count == 3 and change == "step":
+        if (count, change) in ((1, "stop"), (3, "step")):
             break
-    if change != "step":
+    if change in ("load", "seed"):
         stream.set_state({**state, **({"consumed": BATCH} if change == "load" else {"seed": 4, "consumed": 2 * BATCH})})
-    with pytest.raises(ConfigError, match="a load has changed the position.*without persistent_workers"):
+    with pytest.raises(ConfigError, match="an iteration has ended within its epoch.*without persistent_workers"):
         list(loader)
 
 
@@ -310,12 +291,16 @@ def test_a_stateful_loader_does_not_skip_samples_that_an_engine_has_counted(make
 
 
 def test_set_epoch_keeps_the_position_in_an_epoch() -> None:
-    sampler = make_sampler(0, 1)
+    """Samples that an engine had counted before it was followed do not count."""
+    engine, sampler = Engine(global_samples=5 * BATCH), make_sampler(0, 1)
     sampler.set_state({**sampler.get_state(), "consumed": 3 * BATCH})
     sampler.set_epoch(0)
     assert sampler.consumed == 3 * BATCH
     sampler.set_epoch(2)
     assert sampler.consumed == 16 * BATCH
+    sampler.follow(engine)
+    engine.global_samples += 9 * BATCH
+    assert (sampler.epoch, sampler.consumed) == (3, 25 * BATCH)
 
 
 @pytest.mark.parametrize(

@@ -68,15 +68,13 @@ def test_batches_are_counted_in_whole_steps_of_this_run(
         assert (held["processed"], held["completed"], rest) == expected
 
 
-def test_a_sampler_that_follows_no_engine_begins_anew() -> None:
+def test_data_without_saved_position_begins_anew() -> None:
+    """These are a sampler that follows no engine, and a stateful loader without a saved state."""
     sampler = ElasticSampler(10, 2, rank=0, world=1)
     loader, engine = SimpleNamespace(sampler=sampler), SimpleNamespace(global_samples=4, train_batch_size=lambda: 2)
     assert not _is_positioned(loader, restored=True)
     sampler.follow(engine)
     assert _is_positioned(loader, restored=False)
-
-
-def test_a_stateful_loader_without_saved_state_begins_anew() -> None:
     loader = SimpleNamespace(state_dict=dict, load_state_dict=dict)
     assert not _is_positioned(loader, restored=False)
     assert _is_positioned(loader, restored=True)
