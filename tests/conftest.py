@@ -86,7 +86,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if reason := find_reason(item.nodeid):
             item.add_marker(pytest.mark.skip(reason=reason))
-    stray = [item.nodeid for item in items if uses_worlds(item) and not find_worlds(item.nodeid)]
+    with_worlds = [item.nodeid for item in items if "ucp_worlds" in getattr(item, "fixturenames", ())]
+    stray = [nodeid for nodeid in with_worlds if not find_worlds(nodeid)]
     if stray:
         raise pytest.UsageError(f"WORLDS in tests/conftest.py has no group for a test with worlds: {stray[0]}")
     order = ["worlds", "worlds apart", None]
@@ -99,21 +100,13 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 20, 50)
 
 
-def uses_worlds(item: pytest.Item) -> bool:
-    return "ucp_worlds" in getattr(item, "fixturenames", ())
-
-
 def find_worlds(nodeid: str) -> str | None:
     return next((group for place, group in WORLDS.items() if nodeid.startswith(place)), None)
 
 
-def find_group(nodeid: str) -> str:
-    return find_worlds(nodeid) or nodeid.partition("::")[0]
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Group tests by `find_group` for `--dist loadgroup`.
+    """Group tests by WORLDS, otherwise by their files, for `--dist loadgroup`.
 
     xdist 3.8 writes its groups into the names of tests, which pytest 9.2 does not parse. Without groups every worker
     would train every source.
@@ -124,6 +117,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByGroup(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return find_group(nodeid)
+            return find_worlds(nodeid) or nodeid.partition("::")[0]  # the file
 
     return ByGroup(config, log)

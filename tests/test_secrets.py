@@ -23,8 +23,6 @@ SECRET = "S3cr3tS3cr3tS3cr3t"
         f"Authorization: Bearer {SECRET}",
         f"header Bearer {SECRET}",
         f"https://user:{SECRET}@host/run",
-        f"s3://KEY:{SECRET}@bucket/run",
-        f"https://host/run?sv=1&sig={SECRET}&x=2",
         f"X-Amz-Signature={SECRET}&X-Amz-Security-Token={SECRET}",
         f"hf_{SECRET}{SECRET}",
         f"password: {SECRET}",

@@ -329,7 +329,6 @@ _CHUNK = 4 << 20
 
 
 Pair = tuple[Want, Want]
-Values = tuple[bytearray, bytearray]
 Judge = Callable[[int, bytearray, bytearray], None]
 """Takes a pair's number and the bytes of both sides; its errors are raised on all ranks."""
 
@@ -388,7 +387,7 @@ def _divide(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
         yield batch
 
 
-def _read_there(index: AtomicIndex, pairs: Sequence[Pair], comm: Comm) -> list[Values]:
+def _read_there(index: AtomicIndex, pairs: Sequence[Pair], comm: Comm) -> list[tuple[bytearray, bytearray]]:
     """Return the bytes of this rank's pairs, read by ranks that can (collective)."""
     wants = [want for pair in pairs for want in pair]
     reads = [list_reads([want]) for want in wants]

@@ -91,8 +91,14 @@ class AtomReader(RecordReader):
         for shard in range(1, len(want.atom.shards)):
             checks += self._read_shard(want, shard, other)
             if other != data:
+                name, state = want.atom.name, want.atom.state
+                left, right = (np.frombuffer(values, np.uint8).reshape(want.numel, -1) for values in (data, other))
+                element = want.start + int(np.flatnonzero((left != right).any(1))[0])
+                advice = f' To load their mean, use: {{"match": "{name}", "pattern": "partial"}}.' * (state == MASTER)
                 raise MismatchError(
-                    _describe_difference(want, shard, data, other), path=os.path.dirname(self.index.state_file)
+                    f"{name} ({state}) is replicated over tensor-parallel ranks, but ranks 0 and {shard} saved "
+                    f"different values, first at element {element}.{advice}",
+                    path=os.path.dirname(self.index.state_file),
                 )
         return checks
 
@@ -172,17 +178,6 @@ def describe_overlap(one: Want, other: Want) -> str:
         f"{one.atom.name} ({one.atom.state}): tensor-parallel ranks {ranks} have a part in common by its affine map, "
         "but saved different values of it. A file is of another run or step, or the ranks have diverged in training; "
         "with the saved tensor-parallel degree each rank keeps its values."
-    )
-
-
-def _describe_difference(want: Want, shard: int, data: memoryview, other: memoryview) -> str:
-    name, state = want.atom.name, want.atom.state
-    left, right = (np.frombuffer(values, np.uint8).reshape(want.numel, -1) for values in (data, other))
-    element = want.start + int(np.flatnonzero((left != right).any(1))[0])
-    advice = f' To load their mean, use: {{"match": "{name}", "pattern": "partial"}}.' if state == MASTER else ""
-    return (
-        f"{name} ({state}) is replicated over tensor-parallel ranks, but ranks 0 and {shard} saved different values, "
-        f"first at element {element}.{advice}"
     )
 
 

@@ -113,13 +113,13 @@ def _list_masters(wrapper: Any, inner: Any) -> Iterator[tuple[int, Masters]]:
     row = next((row for row in WRAPPERS.values() if row.masters and hasattr(wrapper, row.masters)), None)
     if row is None:  # a torch optimizer without wrapper
         for number, group in enumerate(getattr(inner, "param_groups", ())):
-            yield number, ((parameter, parameter, _identity) for parameter in group["params"])
+            yield number, ((parameter, parameter, lambda whole: whole) for parameter in group["params"])
         return
     for index, masters in enumerate(getattr(wrapper, row.masters)):
         parameters = getattr(wrapper, row.params)[index]
         number = wrapper.sub_group_to_group_id[index] if hasattr(wrapper, "sub_group_to_group_id") else index
         if row.form is Form.SINGLE:
-            rows: Masters = zip(parameters, masters, repeat(_identity))
+            rows: Masters = zip(parameters, masters, repeat(lambda whole: whole))
         elif row.is_flat:
             starts = accumulate((parameter.numel() for parameter in parameters), initial=0)
             rows = ((p, masters, _cut(p, start)) for p, start in zip(parameters, starts, strict=False))
@@ -177,10 +177,6 @@ def _link(parameters: list[Any], flat: Tensor, inner: Any) -> None:
 def _cut(parameter: Tensor, start: int) -> Whole:
     shape, count = parameter.shape, parameter.numel()
     return lambda flat: flat.flatten().narrow(0, start, count).view(shape)
-
-
-def _identity(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _fill(state: CapturedParameter, parameter: Any, home: _Home) -> None:

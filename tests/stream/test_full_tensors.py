@@ -76,24 +76,10 @@ def test_adjacent_items_are_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(calls) == groups < len(wants)
 
 
-def test_a_differing_replica_is_an_error_with_its_name(tmp_path: Path) -> None:
-    saved_run = make_plain_source(2)
+def test_differing_replicas_are_refused_or_averaged_by_a_rule(tmp_path: Path) -> None:
+    saved_run, key = make_plain_source(2), AtomKey("body.norm", MASTER)
     locals_ = saved_run.locals
-    locals_[1].state.atoms["body.norm"]["fp32"][3] += 1
-    write_files(tmp_path, build_local_files(locals_, saved_run.topology))
-    index = open_everywhere(tmp_path, saved_run.make_targets())
-    wholes = assemble_full_tensors(index, rules_of(saved_run))
-    with (
-        AtomReader(index) as reader,
-        pytest.raises(MismatchError, match=r"body\.norm \(fp32\).*ranks 0 and 1.*element 3"),
-    ):
-        read_whole(reader, wholes.tensors[AtomKey("body.norm", MASTER)])
-
-
-def test_a_partial_pattern_gives_the_mean(tmp_path: Path) -> None:
-    saved_run = make_plain_source(2)
-    locals_ = saved_run.locals
-    locals_[1].state.atoms["body.norm"]["fp32"] += 1
+    locals_[1].state.atoms["body.norm"]["fp32"][3:] += 1
     write_files(tmp_path, build_local_files(locals_, saved_run.topology))
     index = open_everywhere(tmp_path, saved_run.make_targets())
     patterns = dict(make_config(saved_run.model).patterns or {})
@@ -101,9 +87,11 @@ def test_a_partial_pattern_gives_the_mean(tmp_path: Path) -> None:
         {"match": r".*\.norm", "pattern": "partial"} if rule["match"] == r".*\.norm" else rule
         for rule in patterns["rules"]
     ]
-    wholes = assemble_full_tensors(index, from_config(patterns))
+    refused, averaged = (assemble_full_tensors(index, rules) for rules in (rules_of(saved_run), from_config(patterns)))
     with AtomReader(index) as reader:
-        found = read_whole(reader, wholes.tensors[AtomKey("body.norm", MASTER)])
+        with pytest.raises(MismatchError, match=r"body\.norm \(fp32\).*ranks 0 and 1.*element 3"):
+            read_whole(reader, refused.tensors[key])
+        found = read_whole(reader, averaged.tensors[key])
     both = [locals_[rank].state.atoms["body.norm"]["fp32"] for rank in (0, 1)]
     assert torch.equal(found, torch.stack(both).double().mean(0).float())
 
@@ -115,14 +103,12 @@ def test_unknown_patterns_are_refused_with_suggested_rules(tmp_path: Path) -> No
 
 
 def test_patterns_of_whole_tensors_are_kept_for_later_cuts(tmp_path: Path) -> None:
+    """A rule that contradicts a whole shape is refused."""
     saved_run = make_plain_source(1)
-    wholes = assemble_full_tensors(open_run(saved_run, tmp_path), rules_of(saved_run))
+    index = open_run(saved_run, tmp_path)
+    wholes = assemble_full_tensors(index, rules_of(saved_run))
     assert wholes.patterns["body.row"] == ShardH()
     assert wholes.tensors[AtomKey("body.row", MASTER)].view is None
-
-
-def test_a_rule_that_contradicts_a_whole_shape_is_refused(tmp_path: Path) -> None:
-    index = open_run(make_plain_source(1), tmp_path)
     with pytest.raises(MismatchError, match=r"body\.norm"):
         assemble_full_tensors(index, from_config([{"match": r"body\.norm", "pattern": "shard-h"}]))
 
