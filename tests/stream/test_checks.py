@@ -101,9 +101,6 @@ def test_verification_of_whole_records_can_be_required(file: FileRef) -> None:
     assert verify_records(index, [0, 1], Comm()) == 40
 
 
-def test_records_without_a_checksum_pass() -> None:
+def test_records_without_a_checksum_and_unread_records_pass() -> None:
     assert verify([Checked(0, 0, 20, 5)], make_index([Record(0, 20, None)])) == 0
-
-
-def test_unread_records_are_not_verified() -> None:
     assert verify([], make_index([record_of(0, 10)])) == 0
