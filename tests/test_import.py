@@ -19,17 +19,15 @@ def run(code: str) -> str:
     return run_python("-c", textwrap.dedent(code)).stdout.strip()
 
 
+FAST = ("", ".cli.dispatch", ".formats", ".io.staging", ".plan.rounds", ".convert", ".comm", ".config", ".load")
+FASTEST = (".cli.verify", ".cli.inspect", ".examine.verify", ".formats.open")
+
+
 @pytest.mark.parametrize(
     ("modules", "absent"),
     [
-        (
-            ["", ".cli.dispatch", ".formats", ".io.staging", ".plan.rounds", ".convert", ".comm", ".config", ".load"],
-            ["torch", "deepspeed", "mpi4py", "transformers"],
-        ),
-        (
-            [".cli.verify", ".cli.inspect", ".examine.verify", ".formats.open"],
-            ["pydantic", "ml_dtypes", "re2", "filelock", "obstore"],
-        ),
+        (FAST, ["torch", "deepspeed", "mpi4py", "transformers"]),
+        (FASTEST, ["pydantic", "ml_dtypes", "re2", "filelock", "obstore"]),
     ],
     ids=["commands", "verify-and-inspect"],
 )

@@ -12,7 +12,6 @@ import pytest
 from torch.distributed import HashStore
 
 from deepspeed_ucp import meeting
-from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.engine.finish import wait_behind_reads
 from deepspeed_ucp.errors import RemoteError
 from tests.convert.conversions import convert, read_bytes, write_source
@@ -111,27 +110,23 @@ def test_an_unreachable_store_is_an_error() -> None:
 
 def test_ranks_wait_for_each_other_before_reads_of_deepspeeds_load() -> None:
     calls: list[str] = []
+    comm: Any = SimpleNamespace(wait=lambda: calls.append("wait"))
 
-    class Waiting(Comm):
-        def wait(self) -> None:
-            calls.append("wait")
-
-    class Optimizer:
-        def load_state_dict(self, state: str) -> str:
-            calls.append("collective")
-            return state
-
-    class Engine:
-        optimizer = Optimizer()
+    class Loading:
+        """An engine, which is its own optimizer."""
 
         def load_module_state_dict(self, *, checkpoint: Any) -> None:
             calls.append(checkpoint)
 
-    engine = Engine()
-    with wait_behind_reads(engine, Waiting()):
+        def load_state_dict(self, state: str) -> str:
+            calls.append("collective")
+            return state
+
+    Loading.optimizer = engine = Loading()
+    with wait_behind_reads(engine, comm):
         engine.load_module_state_dict(checkpoint="module")
-        assert engine.optimizer.load_state_dict("x") == "x"
+        assert engine.load_state_dict("x") == "x"
     assert calls == ["wait", "module", "wait", "collective"]
-    assert vars(engine) == vars(engine.optimizer) == {}
-    with wait_behind_reads(SimpleNamespace(), Waiting()):
+    assert vars(engine) == {}
+    with wait_behind_reads(SimpleNamespace(), comm):
         pass

@@ -29,7 +29,6 @@ class Pretrained:
     """One rank's part of a run.
 
     Attributes:
-        losses: losses of all steps.
         drawn: numbers that the tensor-parallel tracker drew before each step.
         begin: first iteration.
         consumed: Megatron's count of samples.

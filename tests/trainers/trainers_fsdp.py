@@ -70,7 +70,7 @@ def _make_accelerator(how: str) -> Any:
     from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
 
     if how == "deepspeed":
-        sizes = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1}
+        sizes = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
         plugin = DeepSpeedPlugin(hf_ds_config=make_config(2, **sizes, zero_allow_untested_optimizer=True))
         return Accelerator(deepspeed_plugin=plugin, step_scheduler_with_optimizer=False)
     version, kind = how.split()

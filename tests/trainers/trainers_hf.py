@@ -95,67 +95,49 @@ class Trained(trainers_common.Trained):
     code: object = None
 
 
-def make_notes(net: Net, record: Trained, stop: int | None) -> Any:
-    """Make a callback that records the run of a rank and ends it at the step ``stop``."""
+def make_notes(
+    net: Net, record: Trained, folder: str, stop: int | None, held: tuple[int, ...], signal_at: int | None
+) -> Any:
+    """Make a callback that records the run of a rank, ends it, delays its writes, and sends SIGTERM in a step."""
     from transformers import TrainerCallback
 
     class Notes(TrainerCallback):  # type: ignore[misc]
-        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            torch.manual_seed(100 + args.process_index)
-
-        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            states = (random.getstate(), torch.get_rng_state().tolist())
-            record.random[state.global_step + 1] = hashlib.sha256(repr(states).encode()).hexdigest()
-            net.seen.clear()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            record.samples[state.global_step] = list(net.seen)
-            control.should_training_stop |= state.global_step == stop
-
-    return Notes()
-
-
-def make_follower(trainer: Any, folder: str, signal_at: int) -> Any:
-    from transformers import TrainerCallback
-
-    class Follower(TrainerCallback):  # type: ignore[misc]
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            preemption.follow(trainer.deepspeed, folder)
-
-        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step + 1 == signal_at:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    return Follower()
-
-
-def make_holder(folder: str, held: tuple[int, ...], noted: list[dict[str, bool]]) -> Any:
-    """Make a callback that delays the writes between two steps and records the checkpoints before each step."""
-    from transformers import TrainerCallback
-
-    class Holder(TrainerCallback):  # type: ignore[misc]
+        trainer: Any = None
         holding: Any = None
 
-        def lose(self) -> None:
-            """Simulate the loss of the machine with its pending saves."""
-            if self.holding is not None:
-                for saver in list_savers():
-                    shutil.rmtree(saver.job.folder, ignore_errors=True)
-                self.holding.__exit__(None, None, None)
+        def on_train_begin(self, args: Any, *_: Any, **__: Any) -> None:
+            torch.manual_seed(100 + args.process_index)
+            if signal_at is not None:
+                preemption.follow(self.trainer.deepspeed, f"{folder}/preempted")
 
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step == held[0]:
-                self.holding = hold_writes()
-                self.holding.__enter__()
-
-        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            noted.append(list_saves(folder))
+        def on_step_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+            states = (random.getstate(), torch.get_rng_state().tolist())
+            record.random[state.global_step + 1] = hashlib.sha256(repr(states).encode()).hexdigest()
+            record.folders.append(list_saves(folder))
+            net.seen.clear()
+            if state.global_step + 1 == signal_at:
+                os.kill(os.getpid(), signal.SIGTERM)
             if self.holding is not None and state.global_step == held[-1]:
                 self.holding.__exit__(None, None, None)
                 self.holding = None
                 finish_writes()
 
-    return Holder()
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            record.samples[state.global_step] = list(net.seen)
+            control.should_training_stop |= state.global_step == stop
+            if held and state.global_step == held[0]:
+                self.holding = hold_writes()
+                self.holding.__enter__()
+
+    return Notes()
+
+
+def lose_saves(holding: Any) -> None:
+    """Simulate the loss of the machine with its pending saves."""
+    if holding is not None:
+        for saver in list_savers():
+            shutil.rmtree(saver.job.folder, ignore_errors=True)
+        holding.__exit__(None, None, None)
 
 
 def train(
@@ -206,27 +188,16 @@ def train(
             **options,
         }
         args = TrainingArguments(output_dir=folder, deepspeed=ds_config, **chosen)
-        trainer = Trainer(
-            model=adapted or net,
-            args=args,
-            train_dataset=Samples(size),
-            eval_dataset=Samples(8),
-            callbacks=[make_notes(net, record, stop)],
-        )
-        holder = None
-        if held:
-            holder = make_holder(folder, held, record.folders)
-            trainer.add_callback(holder)
-        if signal_at is not None:
-            trainer.add_callback(make_follower(trainer, f"{folder}/preempted", signal_at))
+        notes = make_notes(net, record, folder, stop, held, signal_at)
+        data = {"train_dataset": Samples(size), "eval_dataset": Samples(8)}
+        trainer = notes.trainer = Trainer(model=adapted or net, args=args, callbacks=[notes], **data)
         try:
             trainer.train(resume_from_checkpoint=resume)
         except SystemExit as end:
             record.code = end.code
             trainer.deepspeed.destroy()
             return record
-        if holder is not None:
-            holder.lose()
+        lose_saves(notes.holding)
         history = trainer.state.log_history
         for name, values in (("learning_rate", record.rates), ("epoch", record.epochs), ("loss", record.losses)):
             values.update({entry["step"]: entry[name] for entry in history if "loss" in entry})
