@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import shutil
 import sys
@@ -143,16 +142,17 @@ def test_two_ranks_resume_lora_and_the_best_model(tmp_path: Path, ucp_worlds: Wo
 def test_losses_keep_their_scale_on_more_ranks(model: str, count: int, tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """If a model ignores the number of items, the trainer adds its means over ranks and micro batches.
 
-    Gradients are clipped, so their scale matters. The run then resumes on one rank again.
+    Gradients are clipped, so their scale matters. The run then resumes on one rank again. The engine makes the
+    optimizer and has torch's scheduler.
     """
     options = {**SAVES, "model": model, "per_device_train_batch_size": 8, "max_grad_norm": 0.5, "num_train_epochs": 2}
     options |= {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
-    whole = train(ucp_worlds, 1, tmp_path, make_config(1), **options)
+    whole = train(ucp_worlds, 1, tmp_path, make_config(1, **ADAM), **options)
     other, resume = tmp_path / "other", str(tmp_path / "checkpoint-4")
-    rest = train(ucp_worlds, 2, other, make_config(2), resume=resume, **options)
+    rest = train(ucp_worlds, 2, other, make_config(2, **ADAM), resume=resume, **options)
     agree(whole, rest, 5)
     options["per_device_train_batch_size"], resume = 4, str(other / "checkpoint-6")
-    again = train(ucp_worlds, 1, tmp_path, make_config(1), resume=resume, **options)
+    again = train(ucp_worlds, 1, tmp_path, make_config(1, **ADAM), resume=resume, **options)
     agree(whole, again, 7)
     for run, warnings in ((rest, count), (again, count if V5 else 0)):  # transformers 4 takes the saved micro batch
         judged = {step: loss for step, loss in run[0].judged.items() if step > 4}
@@ -374,24 +374,6 @@ def test_a_restarted_run_skips_broken_folders(saved: Saved, tmp_path: Path, ucp_
     assert sum("skipped: " in text for text in first[0].warnings) == 1
     rest = train(ucp_worlds, 1, tmp_path, config, **options)
     agree(whole, rest, 7)
-
-
-@pytest.mark.parametrize("stages", list(itertools.product((1, 2, 3), repeat=2)), ids=str)
-@pytest.mark.parametrize("ranks", [(4, 2), (2, 4)], ids=str)
-@pytest.mark.parametrize("scheduler", [{}, ADAM, {**ADAM, **DECAY}], ids=["torch", "callable", "deepspeed"])
-@pytest.mark.exhaustive
-def test_every_stage_resumes_in_any_world(
-    stages: tuple[int, int], ranks: tuple[int, int], scheduler: dict[str, Any], tmp_path: Path, ucp_worlds: WorldPool
-) -> None:
-    before, after = (make_config(stage, **scheduler) for stage in stages)
-    options = {"per_device_train_batch_size": 8 // ranks[0], **SAVES}
-    whole = train(ucp_worlds, ranks[0], tmp_path, before, **options)
-    other, resume = tmp_path / "other", str(tmp_path / "checkpoint-6")
-    part = train(ucp_worlds, ranks[1], other, after, resume=resume, **options)
-    agree(whole, part, 7)
-    resume = str(other / "checkpoint-12")
-    again = train(ucp_worlds, ranks[0], other, before, resume=resume, **options)
-    agree(whole, again, 13)
 
 
 @pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=str)
