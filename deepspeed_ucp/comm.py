@@ -23,6 +23,7 @@ NumpyArray = npt.NDArray[Any]
 T = TypeVar("T")
 Item = TypeVar("Item")
 _Map = Callable[[Callable[[Any], Any], Sequence[Any]], Iterable[Any]]
+_Into = NumpyArray | None
 
 
 def pack(value: Any) -> bytes:
@@ -56,9 +57,7 @@ class Comm:
         """Return the ``value`` of rank ``src``, on every rank."""
         return value
 
-    def swap(
-        self, data: NumpyArray, sends: list[int], receives: list[int], into: NumpyArray | None = None
-    ) -> NumpyArray:
+    def swap(self, data: NumpyArray, sends: list[int], receives: list[int], into: _Into = None) -> NumpyArray:
         """Send ``sends[r]`` consecutive bytes of ``data`` (1-D, uint8) to each rank r.
 
         Unlike other methods it does not :meth:`wait`: call it right after another collective.
@@ -305,9 +304,7 @@ class TorchComm(Comm):
         self.dist.broadcast(data, src=src)
         return memoryview(data.cpu().numpy())
 
-    def swap(
-        self, data: NumpyArray, sends: list[int], receives: list[int], into: NumpyArray | None = None
-    ) -> NumpyArray:
+    def swap(self, data: NumpyArray, sends: list[int], receives: list[int], into: _Into = None) -> NumpyArray:
         import torch
 
         host = torch.from_numpy(np.empty(sum(receives), np.uint8) if into is None else into)
@@ -357,9 +354,7 @@ class MpiComm(Comm):
     def broadcast(self, value: Any, src: int = 0) -> Any:
         return self.world.bcast(value, root=src)
 
-    def swap(
-        self, data: NumpyArray, sends: list[int], receives: list[int], into: NumpyArray | None = None
-    ) -> NumpyArray:
+    def swap(self, data: NumpyArray, sends: list[int], receives: list[int], into: _Into = None) -> NumpyArray:
         """Send messages between pairs: ``Alltoallv`` has 32-bit counts in most libraries."""
         received = np.empty(sum(receives), np.uint8) if into is None else into
         world, data = self.mpi.COMM_WORLD, np.ascontiguousarray(data)

@@ -93,8 +93,8 @@ def _call(name: str, method: Any, *args: Any) -> None:
 
 def _mute_all() -> None:
     """In a forked child, leave the reports to the parent."""
-    global _active  # noqa: PLW0603
-    _active = _active and {}
+    if _active:
+        _active.clear()
 
 
 os.register_at_fork(after_in_child=_mute_all)
