@@ -8,10 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from deepspeed_ucp.engine.parallel import Place
-from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.extensions.rename import Renames, apply_renames
 from deepspeed_ucp.extensions.resize import ResizedRows
-from deepspeed_ucp.load.prepare import check_alike
 from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.storage import MASTER, Atom, Fragments
 from deepspeed_ucp.model.view import EngineView
@@ -93,12 +91,3 @@ def test_a_joined_param_group_names_a_parameter_of_two_stages_once() -> None:
     stages = [make_stage(0, ["t", "0.w"]), make_stage(1, ["t", "1.w"])]
     joined, *_ = run_ranks(2, lambda rank, comm: groups_of(stages[rank], comm))[0]
     assert [name for name, _ in joined[0]] == ["t", "0.w", "1.w"]
-
-
-def test_a_model_that_differs_from_rank_0s_is_refused() -> None:
-    stage = make_stage(0, ["a", "b"], dp_rank=1)
-    check_alike(EngineView({"a": ((2,),), "b": ((2,),)}), stage)
-    with pytest.raises(MismatchError, match=r"here b \(2,\), not on rank 0"):
-        check_alike(EngineView({"a": ((2,),), "b": ((3,),)}), stage)
-    with pytest.raises(MismatchError, match=r"here a \(2,\), b \(2,\)"):
-        check_alike(EngineView(), stage)

@@ -183,16 +183,6 @@ def uncovered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deepspeed_ucp.load.choice.open_target", refuse)
 
 
-@pytest.mark.usefixtures("uncovered")
-def test_deepspeed_loads_an_atomic_checkpoint_into_an_uncovered_engine_with_load_universal(tmp_path: Path) -> None:
-    (tmp_path / "zero").mkdir()
-    engine = UpstreamEngine()
-    engine.load_universal_checkpoint = lambda: True  # type: ignore[method-assign]
-    reason, target, index = choose_loader(make_job(engine, Comm()), str(tmp_path))
-    assert index is target is None
-    assert "load_universal is on" in reason and "of the future" in reason
-
-
 def test_deepspeed_loads_node_local_files_after_a_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job, folder, target = make_job(NodeLocalEngine(), Comm()), str(tmp_path), object()
     unknown, known = ["Muon's momentum"], "DeepSpeed's own load is not known to be right with: "
@@ -304,10 +294,11 @@ def test_code_in_files_that_only_deepspeed_reads_is_refused(name: str, upstream:
     torch.save({"client": Harmful()}, tmp_path / "of_the_user.pt")
 
     def choose(comm: Comm, **options: bool) -> str:
-        job = make_job(NodeLocalEngine(upstream), comm, **options)
-        return choose_loader(job, str(tmp_path))[0]
+        chosen, *rest = choose_loader(make_job(NodeLocalEngine(upstream), comm, **options), str(tmp_path))
+        assert rest == [None, None] and "the engine is of the future" in chosen
+        return chosen
 
-    reason = "load_universal" if upstream else "own files"
+    reason = "load_universal is on" if upstream else "own files"
     for ranks in (1, 2):
         with pytest.raises(UnsupportedError, match=rf"{name}: holds objects that are not unpickled.*Harmful"):
             run_ranks(ranks, lambda _, comm: choose(comm))

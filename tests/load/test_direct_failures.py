@@ -14,11 +14,9 @@ from unittest import mock
 import pytest
 import torch
 
-from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import CheckpointError, RemoteError, UnsupportedError
-from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.load import transfer
 from deepspeed_ucp.load.transfer import Transfer
 from tests.support.covering import stride
@@ -128,16 +126,6 @@ def test_a_refused_load_leaves_the_engine_unchanged(
     if accepted:
         run_load(index, rank, config=UniversalConfig(**accepted))
         check_loaded([rank], state)
-
-
-def test_a_damaged_client_tensor_is_refused_with_the_path_of_its_copy(tmp_path: Path) -> None:
-    path, _, rank = start(tmp_path / "first", run=RNG)
-    shutil.copytree(path, tmp_path / "other")
-    index = open_checkpoint(str(path), Comm(), also=[str(tmp_path / "other")])
-    damage_client_tensor(Path(index.state_file).parent)
-    with pytest.raises(CheckpointError, match=r"one of the copies .* is damaged\. Nothing was changed"):
-        run_load(index, rank)
-    check_untouched(rank)
 
 
 def test_one_error_lists_all_reasons_of_a_refusal(tmp_path: Path) -> None:

@@ -20,14 +20,13 @@ from deepspeed_ucp.io import memory
 from deepspeed_ucp.io.memory import share_memory
 from deepspeed_ucp.load import transfer
 from deepspeed_ucp.load.transfer import Transfer
-from deepspeed_ucp.model.records import STAGING, Read
-from deepspeed_ucp.plan.rounds import LoadPlan, Round
+from deepspeed_ucp.model.records import Read
+from deepspeed_ucp.plan.rounds import Round
 from tests.support.contents import check_load
 from tests.support.covering import all_turns
 from tests.support.descriptors import list_open
 from tests.support.direct import write
 from tests.support.ranks import current_rank, run_ranks
-from tests.support.reads import item, read_of
 from tests.synth import Model, Param, Topology
 
 
@@ -93,18 +92,6 @@ def test_replicas_are_sent_in_parts(size: int, share: int, tmp_path: Path, monke
     assert len({tuple(each.exchanges for each in rounds) for rounds in plans}) == 1
     most = max(each.exchanges for each in plans[0])
     assert most == {64: max(size - 1, 1), 1 << 20: 1}.get(share, most)
-
-
-def test_only_reads_with_sends_are_kept() -> None:
-    """Three blocks of 10 bytes: one for the first pass, one for the second, one for both."""
-    reads = [read_of(item(0, low, 10, STAGING, low)) for low in (0, 10, 20)]
-    sends = [[Read.of(STAGING, 2, 5), Read(STAGING, 12, 2, 4, 2)], [Read.of(STAGING, 20, 25), Read.of(STAGING, 25, 30)]]
-    plan, first = LoadPlan([], [Round(sends, [[], []], reads, 30)], np.zeros(2, np.bool_)), np.array([True, False])
-    assert plan.filter_for_sinks([], [first, first]).reads == [reads[0], reads[2]]
-    assert plan.filter_for_sinks([], [~first, ~first]).reads == [reads[1], reads[2]]
-    assert plan.filter_for_sinks([], [first, first], keep_reads=True).reads == reads
-    assert plan.filter_for_sinks([]).reads == reads
-    assert plan.filter_for_sinks([], [first & ~first] * 2).reads == []
 
 
 # -- memory of neighbours ----------------------------------------------------------------------------------------------

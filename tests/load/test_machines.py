@@ -13,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.errors import CheckpointError, UnsupportedError
+from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.formats import locations
 from deepspeed_ucp.formats.open import seal_folder
 from deepspeed_ucp.model.access import READ_ALL
-from deepspeed_ucp.stream.reader import refuse_scattered
 from tests.support.cases import Case, cases, topologies
 from tests.support.contents import check_content, check_reads
 from tests.support.direct import change_file, check_loaded, run_load
@@ -35,7 +34,7 @@ from tests.support.places import (
 )
 from tests.support.ranks import run_ranks
 from tests.support.reshard import examples, make_targets, temporary_folder
-from tests.synth import Model, Param, Run, Topology, random_state, read_state
+from tests.synth import Run, Topology, random_state, read_state
 
 
 @examples(40)
@@ -64,16 +63,6 @@ def test_ranks_with_equal_files_exchange_no_content(tmp_path: Path, monkeypatch:
         assert all(file.places == () for file in index.files)
 
 
-def test_another_save_on_one_machine_is_refused(tmp_path: Path) -> None:
-    """The older save's files have the same names and sizes."""
-    hosts = [tmp_path / f"host{number}" for number in range(2)]
-    newer, other = (write(host, Topology(1, 3), seed) for seed, host in enumerate(hosts))
-    sizes = [[(file.name, file.stat().st_size) for file in sorted(save.iterdir())] for save in (newer, other)]
-    assert sizes[0] == sizes[1]
-    with pytest.raises(CheckpointError, match=rf"{shard(0)}: is one file on .* the nodes hold different copies"):
-        indices([newer, other, other])
-
-
 @pytest.mark.parametrize("form", ["zip", "legacy"])
 def test_modification_times_that_differ_between_machines_do_not_split_a_save(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -88,17 +77,6 @@ def test_modification_times_that_differ_between_machines_do_not_split_a_save(
         monkeypatch.setattr(locations, "_SMALL", 0)
         with pytest.raises(CheckpointError, match="is one file on"):
             indices(folders)
-
-
-def test_machines_with_equal_copies_read_equal_shares(tmp_path: Path) -> None:
-    model = Model((Param("w", (512,)),))
-    case = Case(model, Topology(1, 2), random_state(model, 0), legacy=False)
-    save = case.write(tmp_path)
-    loaded = load_scattered(scatter(save, 3, lambda _: [0, 1], times=False), model, Topology(0, 3), chunk=64)
-    nbytes = [rank.transfer.plan.nbytes for rank in loaded if rank.transfer]
-    assert nbytes[2] == 0
-    assert abs(nbytes[0] - nbytes[1]) <= 3 * 64
-    check_content(loaded, read_state(save, model, case.topology))
 
 
 def test_files_that_differ_between_machines_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,10 +152,3 @@ def test_a_nodes_model_states_of_another_step_are_refused(tmp_path: Path) -> Non
     change_file(hosts[1] / STATES, lambda tree: tree.update(global_steps=99))
     with pytest.raises(CheckpointError, match=rf"{STATES} of .*its step differs"):
         indices(hosts)
-
-
-def test_reading_whole_tensors_needs_all_files_on_every_rank(tmp_path: Path) -> None:
-    save = write(tmp_path, Topology(1, 2))
-    hosts = scatter(save, 2, lambda name: [0] if name == STATES else [1])
-    with pytest.raises(UnsupportedError, match="ranks see different files of this checkpoint, and exports read all"):
-        refuse_scattered(indices(hosts)[0], "exports read all")

@@ -93,13 +93,6 @@ def test_offloaded_momentum_has_the_layout_of_the_masters(tmp_path: Path) -> Non
         resume(tmp_path, files, Topology(1))
 
 
-def test_adam_states_are_refused_for_muon(tmp_path: Path) -> None:
-    files = build_files(MODEL, random_state(MODEL, 0), Topology(1, 2), Run())
-    text = "keeps exp_avg, exp_avg_sq for a.*; this run's Muon keeps momentum_buffer"
-    with pytest.raises(MismatchError, match=text):
-        resume(tmp_path, files, Topology(1))
-
-
 @pytest.mark.parametrize(
     ("wrapper", "saved", "refused"),
     [("torch", 2, True), ("fp16_unfused", 4, True), ("torch", 1, False), ("zero12", 2, False), ("atomic", 2, False)],

@@ -14,14 +14,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.optim import AdamW
 
-from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.engine.optimizer import adopt_hyper, probe_optimizer, restore_hyper, restore_scalar
 from deepspeed_ucp.errors import MismatchError
 from tests.support.contents import check_load
 from tests.support.covering import cover, params
 from tests.support.direct import Eager, Lion
 from tests.support.foreign import make_tree
-from tests.support.reshard import FakeTarget, load, make_targets, open_for, prepare_rank, take_a_step
+from tests.support.reshard import load, make_targets, open_for, take_a_step
 from tests.synth import (
     Model,
     Param,
@@ -290,16 +289,6 @@ def test_restore_scalar_uses_the_optimizers_type() -> None:
     for value in ((1 << 24) + 1, 0.1):  # a float32 tensor has other values
         assert float(restore_scalar("ema", value, None)) == value
     assert isinstance(restore_scalar("step", 7.0, None), torch.Tensor)
-
-
-def test_states_of_a_flat_buffer_are_refused_for_adafactor(tmp_path: Path) -> None:
-    """Adafactor keeps one variance for a flat buffer, and rows and columns for a matrix."""
-    model = Model((Param("a", (7, 13)),))
-    state = random_state(model, 0, states=("variance",))
-    path = write_checkpoint(tmp_path, model, state, Topology(2, 2))
-    target = FakeTarget(model, Topology(0), 0, optimizer=torch.optim.Adafactor)
-    with pytest.raises(MismatchError, match="Adafactor keeps states that are not element-wise"):
-        prepare_rank(open_for(path, target), target, Comm())
 
 
 class Nested(torch.optim.SGD):

@@ -23,7 +23,6 @@ from deepspeed_ucp.formats.locations import find_files
 from deepspeed_ucp.formats.open import look_at_job
 from deepspeed_ucp.io.read import MemorySink
 from deepspeed_ucp.io.store import StoredFile
-from deepspeed_ucp.load.direct import asks_store
 from deepspeed_ucp.load.transfer import Transfer
 from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.records import FileRef, Records
@@ -165,17 +164,6 @@ def test_a_place_that_rank_0_cannot_access_is_an_error_on_all_ranks(tmp_path: Pa
 
     found = World(2).run(lambda _rank, comm: find_files([str(save), "s3://bucket/run"], comm, refuse))
     assert [type(each) for each in found] == [UnsupportedError] * 2
-
-
-def test_a_rank_without_files_loads_from_its_peers(tmp_path: Path) -> None:
-    """For example, a new node with an empty local folder."""
-    save = write(tmp_path / "away", Topology(1, 2))
-    hosts = scatter(save, 2, lambda _name: [0])
-
-    def ask(rank: int, comm: Comm) -> bool:
-        return asks_store(open_checkpoint(str(hosts[rank]), comm, also=[f"{hosts[rank]}-more"]), comm)
-
-    assert run_ranks(2, ask) == [False, False]
 
 
 @pytest.mark.parametrize("live", [False, True], ids=["pass 1", "pass 2"])
@@ -431,12 +419,3 @@ def test_times_of_two_places_are_not_compared(link: bool, tmp_path: Path, caplog
     indices([save], near)
     assert ("were written 24 hours after" in caplog.text) is not link  # a dangling link has no time
     assert "days before" not in caplog.text
-
-
-def test_modification_times_within_one_place_are_compared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    save, near = write(tmp_path, Topology(1, 3)), tmp_path / "near"
-    shutil.copytree(save, near)
-    (save / shard(1)).unlink()
-    os.utime(near / shard(1), (time.time() + 86400, time.time() + 86400))
-    indices([save], near)
-    assert f"{near}: {shard(1)} were written" in caplog.text

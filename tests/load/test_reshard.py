@@ -21,7 +21,7 @@ from deepspeed_ucp.extensions.custom_load import CustomLoad, assemble_module
 from deepspeed_ucp.load.context import LoadContext, LoadReport
 from tests.support.cases import AWKWARD, KINDS, Case, cases, keep_what_travels, pair_id, resume, topologies
 from tests.support.contents import check_content, check_load, collect, touched_records
-from tests.support.covering import all_turns, params
+from tests.support.covering import all_turns
 from tests.support.damage import flip
 from tests.support.ranks import World
 from tests.support.reshard import (
@@ -29,7 +29,6 @@ from tests.support.reshard import (
     examples,
     load,
     make_targets,
-    open_everywhere,
     open_for,
     prepare_all,
     take_a_step,
@@ -53,15 +52,6 @@ def test_any_topology_loads_into_any_other(case: Case, target: Topology, chunk: 
 def test_every_kind_of_topology_loads_into_every_other(source: Topology, target: Topology, tmp_path: Path) -> None:
     state = random_state(AWKWARD, 7, precision=source.precision)
     resume(Case(AWKWARD, source, state, legacy=False), target, tmp_path)
-
-
-@pytest.mark.parametrize("dp", params([1, 2, 3, 5, 8, 13], [1, 2, 3, 4, 5, 7, 8, 11, 13, 16, 32]))
-@pytest.mark.parametrize("stage", [1, 3])
-def test_more_ranks_than_elements_load(stage: int, dp: int, tmp_path: Path) -> None:
-    model = Model((Param("a", (3,)), Param("b", (1,), group=1), Param("c", (2, 2))))
-    state = random_state(model, 0)
-    resume(Case(model, Topology(stage, dp), state, False), Topology(4 - stage, 3), tmp_path / "out")
-    resume(Case(model, Topology(4 - stage, 3), state, False), Topology(stage, dp), tmp_path / "in")
 
 
 TABLE = torch.arange(12.0)
@@ -174,23 +164,9 @@ def all_states(optimizer: Any) -> Iterable[torch.Tensor]:
     return (value for state in optimizer.state.values() for key, value in state.items() if key != "step")
 
 
-def test_all_ranks_read_equal_parts_of_shared_bytes(tmp_path: Path) -> None:
-    model = Model((Param("a", (1000,)), Param("b", (37,)), Param("f", (500,), frozen=True)))
-    _, ranks = resume(Case(model, Topology(1, 4), random_state(model, 0), False), Topology(0, 3), tmp_path)
-    sizes = [sum(read.nbytes for read in rank.reads) for rank in ranks]
-    assert max(sizes) - min(sizes) < 300
-
-
 @pytest.mark.parametrize("order", [(3, 2, 1, 0), (2, 0, 3, 1)], ids=str)
 def test_ranks_may_run_in_any_order_between_exchanges(order: tuple[int, ...], tmp_path: Path) -> None:
     resume(Case(AWKWARD, Topology(3, 3), random_state(AWKWARD, 0), False), Topology(2, 4), tmp_path, order=order)
-
-
-@pytest.mark.parametrize("target", KINDS, ids=lambda t: f"→{t.label}")
-def test_ranks_that_open_together_get_equal_indices(target: Topology, tmp_path: Path) -> None:
-    path = Case(AWKWARD, Topology(1, 5), random_state(AWKWARD, 0), False).write(tmp_path)
-    targets = make_targets(AWKWARD, target)
-    assert open_everywhere(path, targets) == open_for(path, targets[0])
 
 
 def test_different_steps_in_one_flat_buffer_are_refused(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from deepspeed_ucp.model.storage import COPY
 from tests.support.atomic import PIPELINE, PLAIN, convert, convert_run
 from tests.support.cases import AWKWARD, pair_id
 from tests.support.contents import check_load
-from tests.support.ranks import World, run_ranks
+from tests.support.ranks import World
 from tests.support.reshard import PATIENT, examples, make_targets, temporary_folder
 from tests.support.reshard3d import (
     SavedRun,
@@ -111,13 +111,6 @@ def test_the_index_of_a_conversion_equals_the_sources_except_for_byte_locations(
     assert all(record.crc is not None for record in found.records)
     assert found.topology.precision == "bfloat16"
     assert found.recorded["tied_modules.embed.word"] == {"kind": "shard-v", "vocab": 11}
-
-
-def test_several_ranks_open_an_atomic_checkpoint_together(tmp_path: Path) -> None:
-    saved_run = draw_state(PLAIN, Topology(1, 2, tp=2))
-    _, out = convert_run(saved_run, tmp_path)
-    alone = open_checkpoint(str(out), Comm())
-    assert run_ranks(3, lambda _rank, comm: open_checkpoint(str(out), comm)) == [alone] * 3
 
 
 def test_the_users_patterns_override_the_manifests(tmp_path: Path) -> None:
