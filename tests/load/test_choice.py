@@ -33,7 +33,6 @@ MODEL = Model((Param("a", (7, 13)), Param("frozen", (4, 3), frozen=True)))
 
 
 def test_files_that_deepspeeds_load_misreads_choose_the_direct_load(tmp_path: Path) -> None:
-    """Files of another checkpoint writer, or left by an earlier save with more tensor-parallel ranks."""
     path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1))
     files = {file: torch.load(file, weights_only=False) for file in path.glob("*_states.pt")}
     target = FakeTarget(MODEL, Topology(1), 0)
@@ -138,7 +137,6 @@ def test_another_order_of_elements_in_equal_shards_is_a_difference() -> None:
 def test_element_orders_are_compared_only_without_other_differences(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The direct load compares them itself."""
     compared: list[object] = []
     monkeypatch.setattr(choice, "list_other_orders", lambda *_: compared.append(1) or ["another order"])
     monkeypatch.setattr(choice, "list_unknown", lambda *_: [])
@@ -178,7 +176,6 @@ def test_a_class_unknown_to_one_rank_is_refused_on_all(tmp_path: Path, monkeypat
 
 @pytest.fixture
 def uncovered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the layout of every engine unknown."""
     refuse = mock.Mock(side_effect=UnknownLayoutError("the engine is of the future"))
     monkeypatch.setattr("deepspeed_ucp.load.choice.open_target", refuse)
 
@@ -244,8 +241,6 @@ def test_find_damage_checks_the_files_that_deepspeed_reads(number: int, tmp_path
 
 
 class Harmful:
-    """A class without consent, whose unpickling runs code."""
-
     def __setstate__(self, state: object) -> None:
         raise AssertionError("code of a checkpoint ran")
 
@@ -287,7 +282,6 @@ EMPTY_STATES = {"ds_config": {}, "mp_world_size": 1}
     ],
 )
 def test_code_in_files_that_only_deepspeed_reads_is_refused(name: str, upstream: bool, tmp_path: Path) -> None:
-    """Files of a normal and of an atomic checkpoint (`upstream`)."""
     (tmp_path / "zero" / "layer.weight").mkdir(parents=True)
     torch.save(EMPTY_STATES, tmp_path / STATES)
     torch.save({**EMPTY_STATES, "client": Harmful()}, tmp_path / name)

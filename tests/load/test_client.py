@@ -111,8 +111,6 @@ def _attribute(made: Any, **fields: Any) -> Any:
 
 
 class Own:
-    """A class of the training script whose code runs when a pickle restores it."""
-
     def __init__(self, value: int) -> None:
         self.value = value
 
@@ -218,7 +216,6 @@ def same(left: Any, right: Any) -> bool:
 
 
 def read_trusted(folder: Path, value: Any) -> Any:
-    """Write and read a value that both checks accept."""
     path = write(folder, {"mine": value})
     check_names(path)
     return read_trusting_nothing(path)["mine"]

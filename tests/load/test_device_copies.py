@@ -29,8 +29,6 @@ MODEL = Model((Param("a", (300, 20)), Param("b", (37,), group=1)), {"buffer": to
 
 
 class LateStream:
-    """Executes its jobs when a caller waits for it."""
-
     def __init__(self, gpu: int = 0) -> None:
         self.gpu, self.lock = gpu, threading.Lock()
         self.jobs: list[Callable[[], Any]] = []
@@ -43,8 +41,6 @@ class LateStream:
 
 
 class LateEvent:
-    """Completes only when a caller waits for it."""
-
     def __init__(self, cuda: LateCuda) -> None:
         self.cuda = cuda
 
@@ -104,8 +100,6 @@ class LateCuda(threading.local):
 
 
 class LateCopies(AsyncGpuCopies):
-    """Counts the pieces that it allocates."""
-
     def __init__(self, threads: int, most: int) -> None:
         super().__init__(threads, torch.device("cuda", 1))
         self.pool, self.count = ScratchPool(self._allocate, self._record, most), 0
@@ -146,7 +140,6 @@ def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sim
 
 @pytest.mark.parametrize("target", [Topology(1, 2), Topology(0, 2), Topology(3, 3)], ids=lambda each: each.label)
 def test_staging_memory_is_reused_after_its_copies(late: SimpleNamespace, target: Topology, tmp_path: Path) -> None:
-    """Direct reads and staged ones, by several threads."""
     path, state = write(tmp_path, Topology(1, 3), MODEL)
     _, ranks = check_load(path, MODEL, target, state, window=1 << 12)
     threads = max(rank.transfer.threads for rank in ranks if rank.transfer)

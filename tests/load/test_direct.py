@@ -161,7 +161,6 @@ def test_live_param_groups_get_the_schedulers_rates(
 def test_edited_hyper_parameters_are_logged_once(
     kept: Any, owned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Edited hyper-parameters are logged with both values, except a learning rate that this run's scheduler sets."""
     path, _ = write(tmp_path, ZERO1)
 
     def work(number: int, comm: Comm) -> None:
@@ -263,8 +262,6 @@ def test_a_save_without_frozen_parameters_needs_load_module_strict_false(
 
 
 class WithExtraState(torch.nn.Module):
-    """A module with an extra state."""
-
     def __init__(self) -> None:
         super().__init__()
         self.amax: Any = None

@@ -78,13 +78,11 @@ SHARD = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
 
 def replace_shard(path: Path) -> None:
-    """Replace a rank's shard by the shard of another run."""
     other, _ = write(path / "other", Topology(1, 3, "bf16"), seed=5)
     shutil.move(other / SHARD, path / SHARD)
 
 
 def change_module(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
-    """Change a tensor of the module states."""
     return lambda path: change_file(
         path / STATES, lambda tree: tree["module"].update({name: change(tree["module"][name])})
     )
@@ -141,7 +139,6 @@ def test_one_error_lists_all_reasons_of_a_refusal(tmp_path: Path) -> None:
 
 
 def after_verification(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> None:
-    """Call a function after all bytes have been read and verified."""
     check = Transfer.verify
 
     def check_and_go_on(transfer: Transfer) -> int:
@@ -155,7 +152,6 @@ def after_verification(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]
 
 
 def keep_values(targets: list[FakeTarget]) -> list[torch.Tensor]:
-    """Copy everything that a load may write to."""
     return [tensor.clone() for target in targets for tensor in list_tensors(target)]
 
 

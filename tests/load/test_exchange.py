@@ -31,7 +31,6 @@ from tests.synth import Model, Param, Topology
 
 
 def make_round(sent: Sequence[int], received: Sequence[int]) -> Round:
-    """Make a round that sends and receives so many bytes to and from each rank."""
     served, claims = ([[Read.of(0, 0, n)] if n else [] for n in nbytes] for nbytes in (sent, received))
     return Round(served, claims, sent_remote=sum(sent))
 
@@ -120,7 +119,6 @@ def test_ranks_of_a_machine_map_each_others_memory_and_close_it(monkeypatch: pyt
 
 @pytest.mark.parametrize("fault", ["no memfd", "no room", "not seen", "another process's"])
 def test_no_rank_of_a_machine_shares_memory_if_one_fails(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of another machine still share memory."""
     see = memory._map
 
     def fail_to_see(path: str, token: bytes, nbytes: int) -> Any:

@@ -42,7 +42,6 @@ from tests.synth import Run, Topology, random_state, read_state
 def test_files_distributed_over_machines_are_read_once(
     data: st.DataObject, case: Case, target: Topology, hosts: int, times: bool
 ) -> None:
-    """Every byte is read once, by a rank that sees its file."""
     with temporary_folder() as folder:
         save = case.write(folder)
         saved = read_state(save, case.model, case.topology)
@@ -99,7 +98,6 @@ def test_a_missing_file_is_refused_with_all_machines_files(tmp_path: Path, monke
 
 
 def test_a_seal_identifies_the_machine_of_a_missing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every node has the same seal."""
     save = write(tmp_path, Topology(1, 3))
     hosts = scatter(save, 3, lambda name: range(3) if name == STATES else [int(name.split("_")[3])])
     monkeypatch.setattr("socket.gethostname", name_hosts("node-a", "node-b", "node-c"))
@@ -113,7 +111,6 @@ def test_a_seal_identifies_the_machine_of_a_missing_file(tmp_path: Path, monkeyp
 
 
 def name_hosts(*names: str) -> Callable[[], str]:
-    """Return the host names in turn."""
     repeated = iter(names * 3)
     return lambda: next(repeated)
 

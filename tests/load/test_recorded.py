@@ -42,8 +42,6 @@ Run = tuple[str, str, int, int, int, str]
 
 @dataclass(frozen=True)
 class Pair:
-    """A saved topology, the topology that loads it, and the function that runs the load."""
-
     kind: str
     source: Topology
     target: Topology
@@ -55,14 +53,11 @@ class Pair:
 
 
 def load_flat(source: Topology, target: Topology, folder: Path) -> Found:
-    """Load a run without model parallelism."""
     path = write_checkpoint(folder, AWKWARD, random_state(AWKWARD, 7, precision=source.precision), source)
     return load_all(path, make_targets(AWKWARD, target), Options().config)
 
 
 def load_3d(model: Model) -> Callable[[Topology, Topology, Path], Found]:
-    """Load a run with tensor, pipeline or expert parallelism."""
-
     def load(source: Topology, target: Topology, folder: Path) -> Found:
         held = draw_state(model, source)
         return load_all(held.write(folder), expect(held, target).make_targets(), make_config(model))
@@ -71,8 +66,6 @@ def load_3d(model: Model) -> Callable[[Topology, Topology, Path], Found]:
 
 
 def load_converted(model: Model) -> Callable[[Topology, Topology, Path], Found]:
-    """Load the output of `ds_ucp convert`."""
-
     def load(source: Topology, target: Topology, folder: Path) -> Found:
         held = draw_state(model, source)
         _, out = atomic.convert_run(held, folder)
@@ -82,7 +75,6 @@ def load_converted(model: Model) -> Callable[[Topology, Topology, Path], Found]:
 
 
 def load_swapped(source: Topology, target: Topology, folder: Path) -> Found:
-    """Plan a load into swap files."""
     path = write_checkpoint(folder / "tag", SWAPPED, random_state(SWAPPED, 0, precision=source.precision), source)
     targets = [SwappedTarget(folder / "swap", target, rank) for rank in range(target.dp)]
     index = open_for(path, targets[0])
@@ -118,7 +110,6 @@ PAIRS = {pair.name: pair for pair in list_pairs()}
 
 
 def describe(index: AtomicIndex, ranks: Sequence[Loaded]) -> dict[str, list[list[str]]]:
-    """Describe each rank's reads, the bytes that it copies and its values after the load."""
     return {
         "reads": [sorted(list_reads(index, rank)) for rank in ranks],
         "copies": [sorted(list_copies(index, rank)) for rank in ranks],
@@ -171,7 +162,6 @@ def list_runs(item: CopyItem, itemsize: int) -> Iterator[tuple[int, int]]:
 
 
 def join_runs(runs: Iterable[Run]) -> list[Run]:
-    """Join runs that follow each other in the file and in the destination."""
     joined: list[Run] = []
     for record, buffer, low, element, nbytes, stored in runs:
         last = joined[-1] if joined else None
@@ -183,7 +173,6 @@ def join_runs(runs: Iterable[Run]) -> list[Run]:
 
 
 def find_end(run: Run) -> int:
-    """Return the element behind a run."""
     return run[3] + run[4] // ITEMSIZE[run[5]]
 
 
@@ -217,7 +206,6 @@ def read_record() -> dict[str, Any]:
 
 
 def find_difference(before: dict[str, list[list[str]]], now: dict[str, list[list[str]]]) -> str:
-    """Return the first row that differs."""
     for kind, ranks in before.items():
         for rank, (old, new) in enumerate(zip(ranks, now[kind], strict=True)):
             gone, added = [row for row in old if row not in new], [row for row in new if row not in old]

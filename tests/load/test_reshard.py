@@ -42,7 +42,6 @@ from tests.synth import Model, Param, Run, State, Topology, build_files, random_
 @examples(350)
 @given(case=cases(), target=topologies(), chunk=st.sampled_from((16, 64, 1000)), in_place=st.booleans())
 def test_any_topology_loads_into_any_other(case: Case, target: Topology, chunk: int, in_place: bool) -> None:
-    """Coverage, fill, read once, bounded requests: see ``check_content`` and ``check_reads``."""
     note(f"{case.topology.label}→{target.label}")
     with temporary_folder() as folder:
         resume(case, target, folder, chunk=chunk, in_place=in_place)

@@ -85,7 +85,6 @@ def test_tensor_parallel_ranks_without_rows_are_loaded(source: Topology, target:
 @examples(120)
 @given(trip=trips())
 def test_any_topology_loads_into_any_other(trip: Trip) -> None:
-    """Every rank holds its part of the logical state bit by bit, and every touched byte is read once over all ranks."""
     note(f"{trip.source.topology.label} {trip.source.topology.placement}→{trip.target.label} {trip.target.placement}")
     with temporary_folder() as folder:
         resume(trip.source, trip.target, folder, **trip.options)

@@ -120,7 +120,6 @@ def test_differing_replicas_are_kept_per_rank_at_the_same_degree(tmp_path: Path)
 
 @pytest.mark.parametrize("target", [Topology(1, 2), Topology(2, 2, tp=3), Topology(0, 1, tp=4)], ids=lambda t: t.label)
 def test_the_partial_rule_averages_masters_and_states(target: Topology, tmp_path: Path) -> None:
-    """Every byte is still read once."""
     model = make_plain(["column", "router", "norm"])
     source = draw_state(model, Topology(1, 2, tp=2))
     parts = source.locals
@@ -216,7 +215,6 @@ def test_vocabulary_padding_changes_with_the_degree(
 
 
 def mark_module(marks: Mapping[str, Mapping[str, Any]]) -> torch.nn.Module:
-    """Make a module whose parameters have attributes."""
     body = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.zeros(0)) for name in marks})
     for name, param in body.items():
         vars(param).update(marks[name])

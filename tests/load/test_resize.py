@@ -46,7 +46,6 @@ def resize(source: SavedRun, topology: Topology, sizes: dict[str, int], rules: d
 
 
 def make_rules(source: SavedRun, rules: dict[str, Any]) -> UniversalConfig:
-    """Add the rules to the patterns of the kinds."""
     patterns = dict(make_config(source.model).patterns)  # type: ignore[arg-type]
     for rule in patterns["rules"]:
         rule.pop("vocab", None)

@@ -38,7 +38,6 @@ from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 def test_a_failure_in_deepspeeds_load_blocks_the_engine(
     after: bool, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The failure occurs in DeepSpeed's load or in the refresh after it."""
     engine, choice = UpstreamEngine(), ("of the future", SimpleNamespace(), None)
     fail, find = mock.Mock(side_effect=error("its own")), mock.Mock(return_value=("folder/tag", None))
     job, refresh = replace(make_job(engine, Comm()), load_dir="folder"), fail if after else mock.Mock()
@@ -59,8 +58,6 @@ def test_a_failure_in_deepspeeds_load_blocks_the_engine(
 
 
 class StandIns:
-    """An engine, a target and an index with the attributes that `_load_directly` uses."""
-
     def __init__(self, end: Callable[[], object] | None = None, **target: Callable[[], object]) -> None:
         self.engine = SimpleNamespace(
             _optimizer_has_ckpt_event_prologue=lambda: False,

@@ -32,10 +32,6 @@ def test_a_non_contiguous_tensor_is_filled_in_separate_memory() -> None:
     assert whole.t().tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_an_empty_tensor_has_no_memory() -> None:
-    assert TensorSink(Buffer(torch.zeros(0), fill_first=True), "float32").view(0, 0) is None
-
-
 @pytest.mark.parametrize("live", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("skip", [0, 2])
 @pytest.mark.parametrize(
@@ -56,7 +52,6 @@ def test_bytes_are_stored_in_rows(rows: CopyItem, expected: list[int], skip: int
 
 
 def test_elements_outside_the_spans_keep_their_values() -> None:
-    """For a non-contiguous tensor, and for a live one that is filled in separate memory."""
     whole = torch.arange(6.0).view(3, 2)
     for tensor in (whole.t(), whole.view(-1)):
         before = tensor.clone()
@@ -69,34 +64,28 @@ def test_elements_outside_the_spans_keep_their_values() -> None:
         assert tensor.reshape(-1).tolist() == [7, 8, *before.reshape(-1)[2:4].tolist(), 9, before.reshape(-1)[5]]
 
 
-def test_masters_equal_to_their_copies_are_filled_in_place() -> None:
-    copies = [torch.tensor([1.5, -0.0, float("nan")]).bfloat16(), torch.tensor([2.0]).bfloat16()]
-    masters = torch.cat(copies).float()
-    buffer = Buffer(masters.clone(), fill_first=False, copies=copies)
+@pytest.mark.parametrize("copies", [[[1.5, -0.0, float("nan")], [2.0]], []], ids=["masters", "zero states"])
+def test_masters_equal_to_their_copies_and_zero_states_are_filled_in_place(copies: list[list[float]]) -> None:
+    made_from = [torch.tensor(copy).bfloat16() for copy in copies]
+    before = torch.cat(made_from).float() if copies else torch.zeros(2)
+    buffer = Buffer(before.clone(), fill_first=False, copies=made_from)
     assert buffer.try_in_place() and buffer.fill_first and buffer.memory is buffer.tensor
     buffer.memory.fill_(7.0)
     buffer.undo()
-    assert raw(buffer.tensor) == raw(masters)
-
-
-def test_states_that_are_zero_are_filled_in_place() -> None:
-    zero, negative = (Buffer(torch.tensor([0.0, value]), fill_first=False) for value in (0.0, -0.0))
-    assert zero.try_in_place() and not negative.try_in_place()
-    zero.memory.fill_(7.0)
-    zero.undo()
-    assert raw(zero.tensor) == raw(torch.zeros(2))
+    assert raw(buffer.tensor) == raw(before)
 
 
 @pytest.mark.parametrize(
     ("values", "copies"),
     [
         ([1.5, 2.0], []),
+        ([0.0, -0.0], []),
         ([1.5, 2.0], [[1.5]]),
         ([1.5, 2.0], [[1.5, 2.0, 3.0]]),
         ([1.5, 0.0], [[1.5, -0.0]]),
         ([1.5, 1e-9 + 1.0], [[1.5], [1.0 + 2**-6]]),
     ],
-    ids=["unknown", "less", "more", "another sign", "trained"],
+    ids=["unknown", "negative zero", "less", "more", "another sign", "trained"],
 )
 def test_masters_unlike_their_copies_are_not_filled_in_place(values: list[float], copies: list[list[float]]) -> None:
     made_from = [torch.tensor(copy).bfloat16() for copy in copies]
@@ -170,7 +159,6 @@ def test_free_memory_is_the_minimum_of_all_limits(tmp_path: Path, monkeypatch: p
 
 
 def test_untouched_memory_is_new_states_and_separate_memory() -> None:
-    """It is neither memory of a file nor memory that is filled in place."""
     assert Buffer(torch.zeros(6), fill_first=True).is_fresh_host_memory
     live, file = Buffer(torch.zeros(6), fill_first=False), Buffer(torch.zeros(6), fill_first=True, in_file=True)
     assert not live.is_fresh_host_memory and not file.is_fresh_host_memory

@@ -34,7 +34,6 @@ def make_files(model: Model = MODEL, topology: Topology | None = None) -> Files:
 
 
 def prepare(folder: Path, files: Files, live: Model = MODEL, optimizer: Any = AdamW, **options: Any) -> Loaded:
-    """Prepare a load of a single rank."""
     target = FakeTarget(live, Topology(1), 0, optimizer)
     write_files(folder, files)
     return prepare_rank(open_for(folder, target), target, Comm(), Options(**options))
@@ -101,17 +100,6 @@ def test_tensors_in_param_groups_are_refused_by_name(value: Any, tmp_path: Path)
 @pytest.mark.parametrize("value", [torch.relu_, [torch.float32], (torch.float32, 1), {"kept": torch.float32}])
 def test_param_group_values_that_are_not_numbers_are_ignored(value: Any, tmp_path: Path) -> None:
     prepare(tmp_path, change_groups(make_files(), hook=value))
-
-
-def test_param_group_numbers_that_differ_between_ranks_are_refused_by_name(tmp_path: Path) -> None:
-    files = make_files()
-    for rank in range(2):
-        tree = files[f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"]
-        for state in tree["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
-            state["norm"] = 0.5 + rank
-    text = r"a.norm \(a number that differs between ranks, 0.5 on one and 1.5 on another\)"
-    with pytest.raises(MismatchError, match=text):
-        prepare(tmp_path, files)
 
 
 class Counting(AdamW):

@@ -45,7 +45,6 @@ RESIZED = {"resize": [{"match": "b", "new": "mean"}, {"match": ".*"}]}
 @pytest.mark.parametrize("steps", [0, 4], ids=["fresh", "trained"])
 @pytest.mark.parametrize("target", [Topology(3, 1), Topology(3, 2, "bf16", sub_group_size=40)], ids=lambda t: t.label)
 def test_swap_files_hold_the_same_bytes_as_memory(target: Topology, steps: int, saved: Model, tmp_path: Path) -> None:
-    """New rows keep the values of the swap file."""
     path = write(tmp_path, Topology(1, 3, target.precision), saved)
     config = UniversalConfig(threads=1, patterns=RESIZED)
     plain = make_targets(MODEL, target)
@@ -155,7 +154,6 @@ def test_an_error_in_the_swap_of_files_blocks_the_engine(tmp_path: Path, monkeyp
 
 
 def test_swapped_buffers_do_not_count_as_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other buffers are filled in separate memory if they alone fit."""
     path = write(tmp_path)
 
     def read_again(left: int) -> int:

@@ -53,7 +53,6 @@ class Refused(str):
 
 @contextmanager
 def expect_refusal(expected: object) -> Iterator[None]:
-    """Check that an error is raised if one is expected."""
     with pytest.raises(CheckpointError, match=expected) if isinstance(expected, Refused) else nullcontext():
         yield
 

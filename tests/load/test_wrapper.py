@@ -38,7 +38,6 @@ OTHERS = [Topology(0, 2, "bf16"), Topology(2, 3, "bf16"), Topology(3, 2, "bf16")
 
 @pytest.fixture(params=ROWS)
 def made_up(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Wrapper:
-    """Add a row to the table."""
     row = ROWS[request.param]
     monkeypatch.setitem(WRAPPERS, row.name, row)
     return row
@@ -49,7 +48,6 @@ def make_topology(row: Wrapper, dp: int) -> Topology:
 
 
 def resume(folder: Path, source: Topology, target: Topology) -> None:
-    """Save, load, and check every element."""
     write_files(folder, build_files(MODEL, STATE, source, Run()))
     index, _ = check_load(folder, MODEL, target, read_state(folder, MODEL, source))
     assert index.topology.wrapper == source.row.name

@@ -23,7 +23,6 @@ def make_index(
     instances: Mapping[str, int] | None = None,
     tp: int = 1,
 ) -> AtomicIndex:
-    """Build an index of trained parameters (a master and a copy each) and of other tensors of the module."""
     held = [(name, state, shape) for name, shape in trained.items() for state in (MASTER, COPY)]
     held += [(name, MODULE, shape) for name, shape in (module or {}).items()]
     numbers = dict(instances or {})

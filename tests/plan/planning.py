@@ -14,7 +14,7 @@ from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.records import STAGING, CopyItem, Read, Records
 from deepspeed_ucp.model.storage import MASTER, Atom, Fragment, Fragments
 from deepspeed_ucp.model.topology import Topology
-from deepspeed_ucp.plan.locate import Want, join_items, list_claims, make_items
+from deepspeed_ucp.plan.locate import join_items, make_items
 from deepspeed_ucp.plan.rounds import Blocks, LoadPlan, make_owner_plan, make_plan, split_claims_by_owner
 from deepspeed_ucp.tensor_parallel.layout import Run
 
@@ -38,8 +38,6 @@ def make_index(atoms: Iterable[Atom], records: Records | None = None, tp: int = 
 
 @dataclass(frozen=True)
 class Planned:
-    """Every rank's plan, and its input."""
-
     records: Records
     blocks: Blocks
     claims: Sequence[Sequence[Read]]
@@ -63,7 +61,7 @@ def plan_pieces(
     min_direct: int = 1,
     access: ReadAccess = READ_ALL,
 ) -> Planned:
-    """Plan for one rank per list of pieces."""
+    """Plan for one rank per list of pieces, each on a separate machine."""
     claims = [
         join_items(
             (each for piece in mine for each in make_items(piece.record, piece.run, ITEM, piece.destination, block)),
@@ -71,18 +69,6 @@ def plan_pieces(
         )
         for mine in pieces
     ]
-    return plan_claims(claims, records, window, block, min_direct, access)
-
-
-def plan_claims(
-    claims: Sequence[Sequence[Read]],
-    records: Records,
-    round_bytes: int,
-    block: int,
-    min_direct: int,
-    access: ReadAccess = READ_ALL,
-) -> Planned:
-    """Plan for one rank per list of claims, each on a separate machine."""
     ranks = range(len(claims))
     touched = np.array(sorted({claim.record for mine in claims for claim in mine}), np.int64)
     blocks = Blocks.of(records, block, len(claims), access)
@@ -92,7 +78,7 @@ def plan_claims(
             [tables[owner] for tables, _ in sent],
             blocks,
             blocks.owned(owner, touched),
-            round_bytes,
+            window,
             np.arange(len(claims)) == owner,
             owner,
             min_direct=min_direct,
@@ -103,29 +89,11 @@ def plan_claims(
         make_plan(sent[rank][1], [answers[rank] for _, answers in decisions], decisions[rank][0], rank, records.files)
         for rank in ranks
     ]
-    counts = [plan.count_exchanges(round_bytes) for plan in plans]
+    counts = [plan.count_exchanges(window) for plan in plans]
     return Planned(records, blocks, claims, [plan.align(counts) for plan in plans])
 
 
-def plan_wants(
-    wants: Sequence[Sequence[Want]],
-    records: Records,
-    *,
-    block: int = 1 << 20,
-    window: int = 1 << 20,
-) -> Planned:
-    """Plan for one rank per list of wants."""
-    claims = [list_claims(mine, block) for mine in wants]
-    return plan_claims(claims, records, window, block, min_direct=1)
-
-
 def divide(planned: Planned, is_first: Callable[[int], bool], most: int) -> tuple[Planned, Planned]:
-    """Split plans into two passes: the first reads everything and fills some sinks, the second fills the others.
-
-    Args:
-        is_first: whether the first pass fills a sink.
-        most: number of sinks of a rank at most.
-    """
     first = [is_first(sink) for sink in range(most)]
     passes, plans = (first, [not each for each in first]), planned.plans
     needs = [plan.list_needs(*passes) for plan in plans]
@@ -147,14 +115,6 @@ def execute(
     buffers: Sequence[np.ndarray],
     fills: Callable[[int], bool] = lambda buffer: True,
 ) -> np.ndarray:
-    """Execute the plans; return how often each byte of the records was read, concatenated.
-
-    Args:
-        data: the records' bytes.
-        itemsize: bytes per element of the buffers.
-        buffers: per rank one array of bytes that all its buffers are views of; buffer b begins at element b.
-        fills: whether a buffer is filled.
-    """
     counts = [np.zeros(record.nbytes, np.int64) for record in planned.records]
     for rank, plan in enumerate(planned.plans):
         for read in plan.own_reads:

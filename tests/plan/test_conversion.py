@@ -68,7 +68,6 @@ def test_each_node_reads_its_part_of_the_source_in_order() -> None:
 
 
 def share_out(sizes: list[int], workers: int) -> list[int]:
-    """Compute the bytes of each worker if a free worker takes the next batch."""
     shares = [0] * workers
     for size in sizes:
         shares[shares.index(min(shares))] += size

@@ -12,7 +12,7 @@ import pytest
 from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.storage import COPY, MASTER, MODULE, Atoms, ParamKey
-from deepspeed_ucp.plan.match import match_groups, pick_instance, pick_weight
+from deepspeed_ucp.plan.match import match_groups, pick_weight
 from deepspeed_ucp.tensor_parallel.rename import parse_renames, rename_names
 from tests.plan.matching import Shapes, make_index, match, read_param
 
@@ -286,28 +286,6 @@ def test_unmatched_groups_are_refused_with_both_lists_in_live_names(live: Groups
 
 
 # -- tensor parallelism, stages, other names --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("saved", "count", "taken"),
-    [
-        (1, 1, "0"),
-        (1, 3, "000"),
-        (2, 1, "0"),
-        (2, 2, "01"),
-        (2, 3, "011"),
-        (3, 1, "0"),
-        (3, 2, "02"),
-        (3, 3, "012"),
-        (3, 4, "0122"),
-    ],
-)
-def test_each_stage_reads_the_copy_of_a_tied_weight_of_its_position(saved: int, count: int, taken: str) -> None:
-    """If there are fewer live stages, the first reads the first copy, and the last the last copy."""
-    index = make_index({"t": (2,)}, instances={"t": saved} if saved > 1 else None)
-    params = [match(index, {"t": (2,)}, ordinals={"t": (stage, count)}).params["t"] for stage in range(count)]
-    assert params == [ParamKey("t", int(number)) for number in taken]
-    assert [pick_instance(index, "t", stage, count) for stage in range(count)] == params
 
 
 def test_a_stage_whose_copy_lacks_the_weight_is_refused() -> None:

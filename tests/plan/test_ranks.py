@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.model.access import READ_ALL, PartialAccess
 from deepspeed_ucp.model.records import Records
-from deepspeed_ucp.plan.locate import Want
 from deepspeed_ucp.plan.rounds import Blocks
 from deepspeed_ucp.tensor_parallel.layout import Run
 from tests.plan.planning import (
@@ -23,9 +22,7 @@ from tests.plan.planning import (
     demands,
     divide,
     execute,
-    make_atom,
     plan_pieces,
-    plan_wants,
 )
 from tests.support.reshard import examples
 
@@ -33,9 +30,8 @@ from tests.support.reshard import examples
 
 
 def test_ranks_begin_to_read_at_different_offsets() -> None:
-    atoms = [make_atom(f"a{i}", 4, (0, 4, i, 0)) for i in range(6)]
     records = Records.of([(i, 0, 16, 0) for i in range(6)])
-    plans = plan_wants([[Want(atom, rank, 1, 0, 0) for atom in atoms] for rank in range(4)], records).plans
+    plans = plan_pieces([[Piece(i, 0, Run(rank, 0, 1)) for i in range(6)] for rank in range(4)], records).plans
     assert [[read.record for read in plan.own_reads] for plan in plans] == [
         [0, 1, 2, 3, 4, 5],
         [3, 4, 5, 0, 1, 2],
@@ -49,8 +45,8 @@ def test_ranks_begin_to_read_at_different_offsets() -> None:
 
 def test_owners_send_in_the_same_round_and_ranks_receive_in_steps() -> None:
     """Eight blocks of 16 bytes for four machines, in rounds of 32 bytes: 48 are sent and received in each."""
-    atom = make_atom("w", 32, (0, 32, 0, 0))
-    plans = plan_wants([[Want(atom, 0, 32, 0, 0)]] * 4, Records.of([(0, 0, 128, 0)]), block=16, window=32).plans
+    pieces, records = [[Piece(0, 0, Run(0, 0, 32))]] * 4, Records.of([(0, 0, 128, 0)])
+    plans = plan_pieces(pieces, records, block=16, window=32).plans
     assert [[[read.offset for read in each.reads] for each in plan.rounds] for plan in plans] == [
         [[0], [64]],
         [[80], [16]],

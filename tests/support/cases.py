@@ -132,8 +132,6 @@ def states(draw: st.DrawFn, model: Model, precision: str) -> State:
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint to write."""
-
     model: Model
     topology: Topology
     state: State
@@ -147,7 +145,6 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn, max_dp: int = 9) -> Case:
-    """Draw model, topology, state and file format."""
     model, topology = draw(models()), draw(topologies(max_dp))
     return Case(model, topology, draw(states(model, topology.precision)), draw(st.integers(0, 4)) == 0)
 

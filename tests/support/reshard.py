@@ -333,7 +333,6 @@ def prepare_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Op
 
 
 def prepare_all(index: AtomicIndex, targets: Sequence[FakeTarget]) -> list[Loaded]:
-    """Prepare the load of all ranks."""
     return run_ranks(len(targets), lambda rank, comm: prepare_rank(index, targets[rank], comm))
 
 
