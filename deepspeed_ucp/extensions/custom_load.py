@@ -21,17 +21,12 @@ from .registry import Extension
 
 
 class CustomLoad(Extension):
-    """A load with a ``custom_load_fn``.
-
-    Attributes:
-        source: the whole saved module, until the function has run.
-    """
+    """A load with a ``custom_load_fn``; ``source`` is the saved module until it has run."""
 
     def __init__(self) -> None:
         self.source: dict[str, torch.Tensor] = {}
 
     def refuse(self, context: Any, index: AtomicIndex, target: Target) -> None:
-        """Refuse a load unless every rank has and can read the whole module."""
         refuse_scattered(index, "custom_load_fn is given the whole module, which every rank reads")
         if target.flats and any(extension.name == "nvme" for extension in target.extensions):
             raise UnsupportedError("custom_load_fn cannot fill an engine on NVMe. Load without custom_load_fn.")

@@ -34,7 +34,6 @@ class HuggingFace(Extension):
     """Models of transformers and PEFT."""
 
     def adapt(self, adaptation: Adaptation) -> None:
-        """Read the tensors as the libraries do, and compare the configurations."""
         saved, module, view = adaptation.index, adaptation.module, adaptation.view
         reading = read_into(saved, module, {*view.shapes, *view.aliases}, adaptation.ruled)
         if reading.made or reading.dropped:

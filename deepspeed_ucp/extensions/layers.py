@@ -28,7 +28,6 @@ class SavedLayers(SaveExtension):
         return dict.fromkeys(_name_layers(save, find_degrees(save, model)[1]), "") if model else {}
 
     def verify_save(self, save: Save, comm: Comm) -> list[Finding]:
-        """Warn of modules' extra states in layer files, which no load restores."""
         layers = save.layers[0] if save.layers else {}
         found = [f"{layer}.{key}" for layer, header in sorted(layers.items()) for key in header.extras]
         text = f"extra states in a pipeline's layer files are neither loaded nor converted: {shorten(found, 3)}."
@@ -182,7 +181,10 @@ class _LayerFiles:
                 chosen[stage] = layer  # the last one counts, as in DeepSpeed's load
         unsure = [layer for layer, fitting in stages.items() if len(fitting) > 1]
         for stage, layer in chosen.items():
-            self._add_copies(key, layer, stage)
+            for rank, layers in zip(self.ranks[stage], self.save.layers, strict=False):
+                for name, piece in (layers[layer].layer or {}).items():
+                    if self._is_optimized(key, name):
+                        self.builder.add(rank, f"{TIED}{key}.{name}", COPY, layers[layer], piece)
         if unsure and not self._are_alike(key, list(stages)):
             self._skip_ambiguous(unsure[0], key)
         self._add_others(key, list(stages)[:1] if unsure else [chosen[stage] for stage in sorted(chosen)])
@@ -219,13 +221,6 @@ class _LayerFiles:
 
     def _list_others(self, key: str, header: FileHeader) -> dict[str, Piece]:
         return {name: piece for name, piece in (header.layer or {}).items() if not self._is_optimized(key, name)}
-
-    def _add_copies(self, key: str, layer: int, stage: int) -> None:
-        for tp, layers in enumerate(self.save.layers):
-            for name, piece in (layers[layer].layer or {}).items():
-                if self._is_optimized(key, name):
-                    rank = self.ranks[stage][tp]
-                    self.builder.add(rank, f"{TIED}{key}.{name}", COPY, layers[layer], piece)
 
     def _add_others(self, key: str, layers: Sequence[int]) -> None:
         """Add the buffers and frozen parameters of one file for each stage."""

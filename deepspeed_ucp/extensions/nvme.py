@@ -25,7 +25,6 @@ class SwapPlace:
     Attributes:
         nvme: keeps the load's files.
         path: DeepSpeed's file of the masters or of the parameter; the file of an optimizer state has a longer name.
-        dtype: dtype in the file.
         align: function from a number of elements to the aligned number of elements in a file.
     """
 
@@ -92,7 +91,6 @@ class Nvme(Extension):
                 param.nvme_swapper.remove_partition_and_release_buffers([param])
 
     def complete_extras(self, target: Target, extras: list[EngineBuffer]) -> list[EngineBuffer]:
-        """Set the swap files of parameters without optimizer."""
         for index, extra in enumerate(extras):
             param: Any = target.params.get(extra.name)
             partition = getattr(param, "ds_tensor", None)
@@ -134,7 +132,6 @@ class Nvme(Extension):
                 swapper._get_param_swap_info(flat.tensor).release_memory()
 
     def discard(self) -> None:
-        """Delete files that have not replaced DeepSpeed's."""
         self.written.clear()
         for folder in self.folders:
             delete_own(folder)

@@ -23,7 +23,6 @@ class Renames(Extension):
     """The user's ``rename`` rules."""
 
     def adapt(self, adaptation: Adaptation) -> None:
-        """Set the saved names of the engine's tensors; log rules that match no saved name."""
         index, view, rules = adaptation.index, adaptation.view, adaptation.rules
         renamed = apply_renames(index, view.shapes, rules, view.aliases)
         adaptation.view = replace(view, renamed=renamed)

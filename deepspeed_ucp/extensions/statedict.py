@@ -53,13 +53,11 @@ class ModuleStateDict(Extension):
         return {strip_compiled(key): strip_compiled(name) for key, name in keys if name not in target.shares}
 
     def complete_extras(self, target: Target, extras: list[EngineBuffer]) -> list[EngineBuffer]:
-        """Add the tensors that are neither parameters nor buffers."""
         self.ask(target.engine.module)
         others = self.others.items()
         return extras + [target.make_whole(strip_compiled(key), tensor, is_buffer=True) for key, tensor in others]
 
     def describe_differences(self, target: Target) -> str:
-        """Describe tensors that the state dict computes with other values than saved."""
         self.ask(target.engine.module)
         now = dict(_list_tensors(target.engine.module)) if self.made else {}
         changed = [key for key in self.made if key in now and not torch.equal(now[key].detach(), self.others[key])]

@@ -159,8 +159,10 @@ def _find_spans(save: Save, swapped: Sequence[SubGroup]) -> list[ParamRange]:
         CheckpointError: no spans fit, or several do.
     """
     present = {(begin, end) for _, state, begin, end in save.names["swap"] if not state}
-    known = _list_parameters(save)
-    trained = {strip_compiled(name) for group in save.model(0).param_shapes or () for name, _ in group}
+    model = save.model(0)
+    left_out = {*model.buffers, *(one for one, other in model.shared.items() if one != other)}
+    known = [name for name in model.module or {} if name not in left_out]  # in module order, each once
+    trained = {strip_compiled(name) for group in model.param_shapes or () for name, _ in group}
     candidates = {
         spans
         for order in (known, _order_as_constructed(known))
@@ -232,13 +234,6 @@ def _is_ordered(ends: Sequence[ParamRange], spans: Sequence[ParamRange]) -> bool
     """Return True if numbers grow at least as much as the parameters' places."""
     pairs = sorted({pair for one, other in zip(ends, spans, strict=True) for pair in zip(one, other, strict=True)})
     return all(after[1] - before[1] >= after[0] - before[0] > 0 for before, after in pairwise(pairs))
-
-
-def _list_parameters(save: Save) -> list[str]:
-    """List the known parameters in module order, each once."""
-    model = save.model(0)
-    left_out = {*model.buffers, *(one for one, other in model.shared.items() if one != other)}
-    return [name for name in model.module or {} if name not in left_out]
 
 
 def _order_as_constructed(names: Iterable[str]) -> list[str]:

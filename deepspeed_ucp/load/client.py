@@ -22,7 +22,7 @@ import pickle
 import sys
 import types
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -78,9 +78,7 @@ def make_objects(
     if not trust_pickle:
         uses = [file.uses[value] for value in walk(kept) if isinstance(value, Global)]
         allowed = {**_allow_all(dict.fromkeys(uses, file.path), has_option=has_option), GETATTR: _get_member}
-        calls = [value for value in walk(kept) if isinstance(value, PickledObject)]
-        _check_copies(file, calls)
-        _check_keys(file, calls)
+        _check_calls(file, [value for value in walk(kept) if isinstance(value, PickledObject)])
     return _build(file, kept, allowed)
 
 
@@ -99,7 +97,9 @@ def check_trusted(named: Mapping[Use, str]) -> None:
 def _allow_all(named: Mapping[Use, str], *, has_option: bool) -> dict[str, Any]:
     """Return the harmless objects and the ``named`` ones, by dotted name."""
     harmless = {_name(value): value for value in safe_classes()} | _list_numpys() | {"builtins.Ellipsis": ...}
-    allowed = {**harmless, **_get_allowed_globals(), **_list_consented()}
+    consented = torch.serialization.get_safe_globals()  # objects, or pairs of an object and its name
+    pairs = [entry if isinstance(entry, tuple) else (entry, _name(entry)) for entry in consented]
+    allowed = {**harmless, **_get_allowed_globals(), **{name: entry for entry, name in pairs}}
     objects = {use: allowed.get(use.kind) or _VALUES.get(use.kind) or _find_imported(use.kind) for use in named}
     unknown = [use for use in named if not _is_allowed(use, objects[use], allowed)]
     if unknown:
@@ -122,14 +122,6 @@ def _select_client(file: TorchFile) -> dict[Any, Any]:
     if isinstance(file.tree.get("module"), dict):
         kept[EXTRA_STATES] = select_extra_states(file.tree)
     return kept
-
-
-def _list_consented() -> dict[str, Any]:
-    """Return the objects that the user has declared safe, by dotted name."""
-    pairs = [
-        entry if isinstance(entry, tuple) else (entry, _name(entry)) for entry in torch.serialization.get_safe_globals()
-    ]
-    return {name: entry for entry, name in pairs}
 
 
 def _list_numpys() -> dict[str, Any]:
@@ -277,15 +269,14 @@ _FROZEN = getattr(dataclasses, "_dataclass_setstate", None)
 """The ``__setstate__`` of a frozen dataclass with slots: it bypasses the class's ``__setattr__``."""
 
 
-def _check_copies(file: TorchFile, calls: Iterable[PickledObject]) -> None:
-    """Refuse calls that together copy many times the file's size."""
+def _check_calls(file: TorchFile, calls: Sequence[PickledObject]) -> None:
+    """Refuse calls that copy many times the file's size, or make endless keys.
+
+    Keys of a set or dict (also first parts of pairs) may hash without end.
+    """
     sized = (arg for made in calls for arg in made.args if isinstance(arg, (str, bytes, bytearray, list, tuple)))
     if sum(map(len, sized)) > _COPIES * file.size:
         raise CheckpointError("its objects copy one value over and over; the file is made to harm.", path=file.path)
-
-
-def _check_keys(file: TorchFile, calls: Iterable[PickledObject]) -> None:
-    """Refuse a set or dict whose keys (also first parts of pairs) hash without end."""
     for made in calls:
         given = [item for arg in made.args if isinstance(arg, (list, tuple, dict)) for item in arg]
         given += [item[0] for item in given if isinstance(item, (list, tuple)) and item]

@@ -305,7 +305,6 @@ class DeviceCopies:
         """Wait for earlier work on the destinations."""
 
     def finish(self) -> None:
-        """Wait for all copies."""
         self.pool.settle()
 
     def close(self) -> None:

@@ -59,7 +59,7 @@ def load_direct(context: LoadContext, index: AtomicIndex, target: Target) -> dic
         UcpError: the same on every rank. The engine is unchanged, or blocked and the message says so.
     """
     engine, comm, report = context.engine, context.comm, context.report
-    with_states = context.with_states and has_masters(target, comm)
+    with_states = context.with_states and any(comm.gather(bool(target.flats)))
     context = replace(context, extensions=find_for_load(context, index, target, context.rules))
     report.extensions = name_active(context.extensions, report.extensions)
     fill_plan, saved = _prepare(context, index, target, with_states=with_states)
@@ -180,7 +180,6 @@ def _ask_extensions(context: LoadContext, index: AtomicIndex, target: Target) ->
 
 
 def _log_unchecked(context: LoadContext, index: AtomicIndex) -> None:
-    """Log the files that have records without a checksum."""
     files, nbytes, crcs = (
         np.array(column) for column in (index.records.files, index.records.nbytes, index.records.crcs)
     )
@@ -188,11 +187,6 @@ def _log_unchecked(context: LoadContext, index: AtomicIndex) -> None:
     if names:
         text = 'damage is not detected in %s without checksums: %s. "seal": true adds those of swap files.'
         context.warn(f"%s: {text}", os.path.dirname(index.state_file), pluralize(len(names), "file"), shorten(names, 3))
-
-
-def has_masters(target: Target, comm: Comm) -> bool:
-    """Return True if some rank's optimizer has parameters (collective)."""
-    return any(comm.gather(bool(target.flats)))
 
 
 def _match_extra_states(
@@ -317,7 +311,6 @@ def _restore_others(
 def _finish(
     context: LoadContext, target: Target, fill_plan: FillPlan, saved: dict[str, Any], *, with_states: bool
 ) -> None:
-    """Restore states, hyper-parameters, scaler and counters."""
     engine, index = context.engine, fill_plan.index
     if with_states:
         attach_states(target, fill_plan.states, fill_plan.match)

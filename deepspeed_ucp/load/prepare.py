@@ -22,7 +22,7 @@ from ..model.storage import ITEMSIZE, MASTER, MODULE, AtomKey
 from ..model.view import EngineBuffer, EngineView, Shapes
 from ..plan.match import Adaptation, Match, lacks_frozen, list_faults, match_groups, match_parameters
 from ..plan.settling import list_names, refuse_stateless, refuse_unreadable, settle_index
-from ..plan.wants import REPLICA, Wants, is_replicated, list_touched, list_wants
+from ..plan.wants import REPLICA, Wants, list_touched, list_wants
 from ..stream.duplicates import check_instances
 from ..tensor_parallel.layout import list_repeats
 from ..tensor_parallel.metadata import from_universal_info
@@ -287,8 +287,9 @@ def _share(context: LoadContext, view: EngineView, settled: Settled, fill_plan: 
     fill_plan.state_bytes = sum(counted for *_, counted in everyone)
     fill_plan.wants.resized = {name: how for names, *_ in everyone for name, how in names.items()}
     fill_plan.wants.averaged = {key: how for _, averaged, *_ in everyone for key, how in averaged.items()}
-    fill_plan.replicated = [key for key in cut if is_replicated(atoms[key], layouts[key.name])]
     sources = [(key, layouts[key.name][0]) for key in cut]
+    equal = [key for key, source in sources if source.replicated and not source.mean]
+    fill_plan.replicated = [key for key in equal if len(atoms[key].shards) > 1]
     fill_plan.overlapping = [(key, source) for key, source in sources if any(list_repeats(source))]
 
     def log_all() -> None:  # rank 0 alone

@@ -261,8 +261,7 @@ def load_without_plugin(engine: Any, load_dir: str, tag: Any, deepspeed_load: Ca
 def _explain_other_topology(engine: Any, load_dir: str, tag: Any) -> str:
     """Explain a failed load by differences of this rank's files from the engine.
 
-    Returns:
-        Advice; empty without a difference, if the files cannot be read, or if the ds_config switches the plugin off.
+    The text is empty if there are none, if files cannot be read, or if the ds_config switches the plugin off.
     """
     if is_switched_off(engine):
         return ""

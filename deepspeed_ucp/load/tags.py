@@ -105,7 +105,6 @@ def _look(
 
 
 def _choose(load_dir: str, named: Sequence[str | None]) -> str | None:
-    """Return the tag that a place names."""
     if len({*named} - {None}) > 1:
         raise CheckpointError(
             f"ranks see different checkpoints ({_describe_named(named)}). Remove the `latest` of the older "
@@ -126,7 +125,6 @@ def _compare_asked(load_dir: str, asked: Sequence[str | None]) -> None:
 
 
 def _describe_named(named: Sequence[str | None]) -> str:
-    """Describe which ranks name which tag."""
     ranks: dict[str, list[int]] = {}
     for rank, tag in enumerate(named):
         if tag is not None:

@@ -70,7 +70,6 @@ class Transfer:
 
     Attributes:
         staging: each rank's staging memory, for two rounds; None for ranks whose memory is not visible.
-        plan: all reads of this rank.
         passes: the plan of each pass; a second one fills what the first leaves out.
         checks: of the bytes that pass 1 has read.
         files: path → bytes read, and seconds that the threads waited for them.
@@ -322,7 +321,6 @@ class Transfer:
 
 
 def _count_bytes(reads: Sequence[Sequence[Read]]) -> list[int]:
-    """Return the number of bytes for each rank."""
     return [sum(read.nbytes for read in row) for row in reads]
 
 
@@ -334,7 +332,6 @@ def _split_received(claims: Sequence[Sequence[Read]], data: memoryview) -> Itera
 
 
 def _pack(stage: memoryview, sends: Sequence[Sequence[Read]]) -> Bytes:
-    """Concatenate the bytes to send."""
     packed = np.frombuffer(Scratch().take(sum(_count_bytes(sends))), np.uint8)
     position = 0
     for send in chain.from_iterable(sends):
@@ -411,9 +408,7 @@ def negotiate(
     """Plan this rank's reads from the owners' answers to its claims (collective).
 
     Args:
-        round_bytes: maximum bytes that a round stages or sends, if it has several blocks.
         same_node: ranks that see each other's staging memory.
-        block, min_direct: as :data:`~..plan.rounds.BLOCK` and :data:`~..plan.rounds.MIN_DIRECT`.
     """
     records = index.records
     blocks = Blocks.of(records, block, comm.size, index.access)

@@ -267,7 +267,6 @@ def _describe_faults(match: Match, faults: Sequence[Fault], shapes: Mapping[str,
 
 
 def _advise_missing(index: AtomicIndex, match: Match) -> str:
-    """Suggest a remedy for names that one side lacks."""
     is_adapter = lacks_frozen(index) and match.missing and not any(match.missing.values())
     if not is_adapter or len(match.skipped) > len(match.missing):
         return " load_module_strict=False ignores missing and extra tensors: a missing one keeps the new model's value."

@@ -64,9 +64,6 @@ class Blocks:
 
     Attributes:
         first: number of each record's first block, among those that the same ranks can read.
-        nbytes: of each record.
-        block: bytes per block.
-        size: number of ranks.
         access: the ranks that can read each record.
     """
 
@@ -296,11 +293,6 @@ class LoadPlan:
     @property
     def reads(self) -> list[Read]:
         return self.own_reads + [read for round_ in self.rounds for read in round_.reads]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that this rank reads, each once."""
-        return sum(read.nbytes for read in self.reads)
 
     def serve_from_staging(
         self,

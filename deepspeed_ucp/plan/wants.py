@@ -60,12 +60,9 @@ class Wants:
     """Everything that one rank wants of a checkpoint.
 
     Attributes:
-        buffers: to fill.
         sinks: (buffer, dtype of the arriving bytes), by the number in the wants: one buffer may have several.
-        wants: to read.
         blanks: (buffer, low, high): elements that no atom fills completely: padding, states that the source lacks, new
             rows of a padded vocabulary. They are zeroed at the beginning of the pass that fills their buffer.
-        means: to compute from replicas.
         rows: new rows of resized parameters, which become the mean of the saved ones.
         resized: parameters that have another shape here, vocabularies with other padding included.
         averaged: atoms whose rows are averaged, with the source's layout and the number of rows.
@@ -214,11 +211,6 @@ def list_touched(index: AtomicIndex, view: EngineView, match: Match, *, with_sta
             atoms.append(pick_weight(index, param, name in owned, with_states))
             atoms += [index.find(param.name, state, param.instance) for state in buffer.states]
     return [atom.key for atom in atoms if atom]
-
-
-def is_replicated(atom: Atom, layouts: tuple[Layout, Layout] | None) -> bool:
-    """Return True if the source's shards are replicas that must be equal."""
-    return layouts is not None and layouts[0].replicated and not layouts[0].mean and len(atom.shards) > 1
 
 
 def list_overlaps(atom: Atom, layout: Layout) -> Iterator[tuple[Want, Want]]:

@@ -56,7 +56,7 @@ def measure_load(folder: Path, targets: Sequence[FakeTarget], options: Options) 
         rank = prepare_rank(index, targets[number], comm, options)
         plan_reads(rank, options)
         assert rank.plan is not None
-        return index, rank.plan.nbytes, index.atoms.count_bytes(rank.fill_plan.touched)
+        return index, sum(read.nbytes for read in rank.reads), index.atoms.count_bytes(rank.fill_plan.touched)
 
     results = run_ranks(len(targets), work)
     return results[0][0], sum(nbytes for _, nbytes, _ in results), results[0][2]

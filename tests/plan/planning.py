@@ -246,4 +246,3 @@ def check_bounds(planned: Planned, window: int) -> None:
             blocks = {(read.record, read.offset // BLOCK) for read in each.reads}
             assert len(blocks) <= 1 or (each.staged <= window and sent <= window)
             assert sum(read.nbytes for read in each.reads) <= each.staged
-        assert plan.nbytes == sum(read.nbytes for read in plan.reads)

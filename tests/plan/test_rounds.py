@@ -130,7 +130,7 @@ def test_owners_send_in_the_same_round_and_ranks_receive_in_steps() -> None:
         [[112], [48]],
     ]
     assert {each.exchanges for plan in plans for each in plan.rounds} == {2}
-    assert sum(plan.nbytes for plan in plans) == 128
+    assert sum(read.nbytes for plan in plans for read in plan.reads) == 128
 
 
 # -- random claims ----------------------------------------------------------------------------------------------------

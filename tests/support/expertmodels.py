@@ -70,31 +70,6 @@ def draw_experts(draw: st.DrawFn, layer: ExpertLayer, groups: int) -> list[Param
     return [Param(name, *forms[end], frozen=end == frozen) for name, end in named]
 
 
-@st.composite
-def placements(draw: st.DrawFn, model: Model, stages: tuple[int, ...], *, several: bool = True) -> Topology:
-    """Draw a topology that can hold a model: stages, precisions, degrees of each layer, orders of ranks and groups.
-
-    Args:
-        several: several degrees, and groups cut by size, which stage 0 does not save.
-    """
-    stage, precision = draw(st.sampled_from(stages)), draw(st.sampled_from(("fp32", "bf16", "fp16")))
-    dp, fused = draw(st.sampled_from((1, 2, 3, 4, 6, 8))), model.experts[0].fused
-    ep = tuple(draw(st.sampled_from(divisors(gcd(dp, layer.count)))) for layer in model.experts)
-    if not several or fused:
-        ep = (draw(st.sampled_from(divisors(gcd(dp, *(layer.count for layer in model.experts))))),) * len(ep)
-    bare = Topology(stage, dp, precision, ep=ep, data_first=draw(st.booleans()))
-    if stage == 0:
-        return replace(bare, wrapper=draw(st.sampled_from(("fused", "unfused"))) if precision != "fp32" else None)
-    if stage == 3:
-        return replace(bare, sub_group_size=draw(st.sampled_from((None, 1, 7, 20))), dealt=draw(st.booleans()))
-    frozen = any(param.frozen for param in model.params if "experts" in param.name)
-    limit = draw(st.sampled_from((None, 96, 200))) if several and not frozen else None
-    bare = replace(bare, max_group=limit, shuffled=several and draw(st.booleans()))
-    if stage == 1 and precision == "bf16" and draw(st.booleans()):
-        return replace(bare, wrapper="bf16")
-    return replace(bare, round_robin=draw(st.booleans()), parameter_alignment=draw(st.booleans()))
-
-
 def divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
@@ -108,11 +83,8 @@ def expert_trips(draw: st.DrawFn, *, fused: bool) -> tuple[Case, Topology]:
     model = draw(expert_models(fused=fused))
     frozen = any(param.frozen for param in model.params if "experts" in param.name)
     stages = (0, 1, 2, 3) if fused and not frozen else (0, 1, 2)
-    source = draw(placements(model, stages))
-    several = source.stage > 0
-    if not several:
-        source = draw(placements(model, (0,), several=False))
-    target = draw(placements(model, stages, several=several))
+    source = draw(spreads(model, stages, parallel=False))
+    target = draw(spreads(model, stages, several=source.stage > 0, parallel=False))
     legacy = draw(st.integers(0, 9)) == 0
     return Case(model, source, draw(states(model, source.precision)), legacy), target
 
@@ -181,26 +153,41 @@ def draw_sharded(draw: st.DrawFn, layer: ExpertLayer) -> list[Param]:
 
 
 @st.composite
-def spreads(draw: st.DrawFn, model: Model, stages: tuple[int, ...], *, several: bool = True) -> Topology:
-    """Draw degrees of all kinds, with experts whole on the tensor-parallel ranks or cut by them.
+def spreads(
+    draw: st.DrawFn, model: Model, stages: tuple[int, ...], *, several: bool = True, parallel: bool = True
+) -> Topology:
+    """Draw a topology that can hold a model: stages, precisions, degrees of each layer, orders of ranks and groups.
 
     AutoEP runs under AutoTP or in a pipeline, with one order of the groups.
+
+    Args:
+        several: several degrees, and groups cut by size, which stage 0 does not save.
+        parallel: tensor and pipeline parallelism, with experts whole on the tensor-parallel ranks or cut by them.
     """
-    stage, precision = draw(st.sampled_from(stages)), draw(st.sampled_from(("fp32", "bf16")))
-    fused, tp = model.experts[0].fused, draw(st.sampled_from((1, 2, 2, 3, 4)))
-    placement = draw(st.sampled_from(list_placements(model))) if stage < 2 and not (fused and tp > 1) else None
+    precisions = ("fp32", "bf16") if parallel else ("fp32", "bf16", "fp16")
+    stage, precision = draw(st.sampled_from(stages)), draw(st.sampled_from(precisions))
+    fused, tp = model.experts[0].fused, draw(st.sampled_from((1, 2, 2, 3, 4))) if parallel else 1
+    placed = parallel and stage < 2 and not (fused and tp > 1)
+    placement = draw(st.sampled_from(list_placements(model))) if placed else None
     pp = len(placement) if placement else 1
-    dp = draw(st.sampled_from([dp for dp in (1, 2, 3, 4) if dp * tp * pp <= 12]))
+    dp = draw(st.sampled_from([dp for dp in (1, 2, 3, 4, 6, 8) if dp * tp * pp <= 12]))
     cut = tp > 1 and not fused and draw(st.booleans())
-    several = several and stage > 0 and pp == 1 and not fused
-    ep = draw_degrees(draw, model, dp if cut else dp * tp, several=several)
+    several = several and stage > 0 and pp == 1
+    ep = draw_degrees(draw, model, dp if cut else dp * tp, several=several and not fused)
     first = not (fused and tp > 1) and draw(st.booleans())
     bare = Topology(stage, dp, precision, tp=tp, pp=pp, placement=placement, cut_experts=cut, ep=ep, data_first=first)
+    if stage == 0:
+        chosen = parallel or precision == "fp32"
+        return bare if chosen else replace(bare, wrapper=draw(st.sampled_from(("fused", "unfused"))))
     if stage == 3:
-        return replace(bare, sub_group_size=draw(st.sampled_from((None, 7, 20))), dealt=draw(st.booleans()))
+        return replace(bare, sub_group_size=draw(st.sampled_from((None, 1, 7, 20))), dealt=draw(st.booleans()))
+    frozen = any(param.frozen for param in model.params if "experts" in param.name)
+    limit = draw(st.sampled_from((None, 96, 200))) if several and not (frozen or parallel) else None
+    shuffled = several and not (fused and parallel) and draw(st.booleans())
+    bare = replace(bare, max_group=limit, shuffled=shuffled)
     if stage == 1 and precision == "bf16" and draw(st.booleans()):
         return replace(bare, wrapper="bf16")
-    return replace(bare, round_robin=stage > 0 and draw(st.booleans()), shuffled=several and draw(st.booleans()))
+    return replace(bare, round_robin=draw(st.booleans()), parameter_alignment=not parallel and draw(st.booleans()))
 
 
 def draw_degrees(draw: st.DrawFn, model: Model, seats: int, *, several: bool) -> tuple[int, ...]:

@@ -38,13 +38,11 @@ class LiveExperts(Extension):
     """An engine with experts."""
 
     def find_shares(self, target: Target) -> dict[str, LocalExperts]:
-        """Map each expert's parameter or buffer to this rank's experts of its layer."""
         module = target.engine.module
         tensors = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
         return share_out(find_experts(target.engine, target.place), (name for name, _ in chain(*tensors)))
 
     def complete_extras(self, target: Target, extras: list[EngineBuffer]) -> list[EngineBuffer]:
-        """Refuse frozen parameters of AutoEP's experts that ZeRO 3 partitions."""
         for name in target.places:
             if name not in target.owned and hasattr(target.params[name], "ds_tensor"):
                 raise UnsupportedError(

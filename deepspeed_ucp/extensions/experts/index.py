@@ -75,7 +75,6 @@ class IndexedExperts(Extension):
     # -- DeepSpeed's universal checkpoints
 
     def count_fused(self, tree: Mapping[Any, Any], shape: Shape, path: str) -> int:
-        """Return the number of experts in the file of a layer's fused parameter, else 0."""
         count = tree.get(EXPERTS)
         if not tree.get(IS_EXPERT):
             return 0

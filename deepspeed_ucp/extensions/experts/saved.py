@@ -131,7 +131,6 @@ class SavedExperts(ExpertFiles, SaveExtension):
         return []
 
     def verify_save(self, save: Save, comm: Any) -> list[Finding]:
-        """Return a fault for an AutoEP save without a placement."""
         facts, file = save.model(0).facts, save.main
         if not (enabled(file.config, "expert_parallel") and facts["experts"] and not facts["placements"]):
             return []
@@ -268,7 +267,6 @@ class SavedExperts(ExpertFiles, SaveExtension):
                 _add_batch(builder, ranks[mp], batch, optimized)
 
     def complete_index(self, index: AtomicIndex, builder: Builder) -> AtomicIndex:
-        """Add AutoEP's fused parameters, and state that DeepSpeed's load fails to restore."""
         unnoticed = (*index.unnoticed, *self._list_unnoticed(index, builder))
         return replace(index, unnoticed=unnoticed, fused=self._count_fused(builder.save, index.atoms))
 
@@ -364,7 +362,6 @@ def _find_holders(save: Save, mp: int, replicas: int, *, over_tp: bool) -> list[
 
 
 def _check_placements(save: Save, mp: int, group: Sequence[tuple[str, Shape]], degree: int) -> None:
-    """Verify that AutoEP's placement has as many experts and ranks as the parameters."""
     placements = save.model(mp).facts.get("placements", {})
     for name, shape in group:
         placement = placements.get(find_layer(name, placements) or "", ())
@@ -392,7 +389,6 @@ def _add_expert(
 
 
 def _check_expert(save: Save, header: FileHeader, expert: int) -> None:
-    """Raise CheckpointError if a file has tensors of another expert than its name."""
     for name in header.layer or {}:
         if (read := read_name(name)) is None or read.number != expert:
             raise CheckpointError(
