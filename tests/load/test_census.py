@@ -10,12 +10,10 @@ import pytest
 from deepspeed_ucp.engine.parallel import Place
 from deepspeed_ucp.extensions.rename import Renames, apply_renames
 from deepspeed_ucp.extensions.resize import ResizedRows
-from deepspeed_ucp.model.index import AtomicIndex
-from deepspeed_ucp.model.storage import MASTER, Atom, Fragments
 from deepspeed_ucp.model.view import EngineView
 from deepspeed_ucp.plan.match import Adaptation
 from deepspeed_ucp.tensor_parallel.rules import from_config
-from tests.plan import planning
+from tests.plan.matching import make_index
 from tests.support.ranks import run_ranks
 from tests.support.reshard import FakeTarget, groups_of
 from tests.synth import Model, Param, Topology
@@ -28,45 +26,40 @@ BOTH_WAYS = {
 }
 
 
-def make_index(*names: str, instances: dict[str, int] | None = None) -> AtomicIndex:
-    shards, counts = [((2,), Fragments("float32", []))], instances or {}
-    atoms = [Atom.of(name, MASTER, shards, number) for name in names for number in range(counts.get(name, 1))]
-    return planning.make_index(atoms, instances=instances or {})
-
-
 @pytest.mark.parametrize(
-    ("index", "live", "renamed"),
+    ("saved", "live", "renamed"),
     [
-        (make_index("2.w", "3.w"), ["encoder.0.w", "encoder.1.w"], {"encoder.0.w": "2.w", "encoder.1.w": "3.w"}),
-        (make_index("encoder.0.w"), ["2.w"], {"2.w": "encoder.0.w"}),
-        (make_index("2.w", "4.w"), ["2.w", "4.w", "encoder.0.w"], {}),
-        (make_index("2.w"), ["encoder.7.w"], {}),
-        (make_index("2.w", instances={"2.w": 2}), ["encoder.0.w"], {"encoder.0.w": "2.w"}),
+        (["2.w", "3.w"], ["encoder.0.w", "encoder.1.w"], {"encoder.0.w": "2.w", "encoder.1.w": "3.w"}),
+        (["encoder.0.w"], ["2.w"], {"2.w": "encoder.0.w"}),
+        (["2.w", "4.w"], ["2.w", "4.w", "encoder.0.w"], {}),
+        (["2.w"], ["encoder.7.w"], {}),
     ],
-    ids=["forth", "back", "the same name", "not in the engine", "further copies"],
+    ids=["forth", "back", "the same name", "not in the engine"],
 )
-def test_rename_rules_apply_in_both_directions(index: AtomicIndex, live: list[str], renamed: dict[str, str]) -> None:
+def test_rename_rules_apply_in_both_directions(saved: list[str], live: list[str], renamed: dict[str, str]) -> None:
     """A rule renames a saved name only to a name of the engine, and never renames a name that the engine has."""
+    index = make_index(dict.fromkeys(saved, (2,)), instances={saved[0]: 2})
     assert apply_renames(index, dict.fromkeys(live, ((2,),)), from_config(BOTH_WAYS)) == renamed
 
 
 def test_rules_without_a_match_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     resize = [{"match": "v"}, {"match": "w"}]
     rules = from_config({"rename": [{"from": "nothing", "to": "something"}], "resize": resize})
+    index = make_index({"w": (2,)})
     with caplog.at_level(logging.INFO, logger="deepspeed_ucp"):
-        adaptation = Adaptation(make_index("w"), EngineView(), rules, None, True, make_index("w"), set())
+        adaptation = Adaptation(index, EngineView(), rules, None, True, index, set())
         for extension in (Renames(), ResizedRows()):
             extension.adapt(adaptation)
     assert "'nothing' matches no parameter" in caplog.text
     assert "patterns: resize: 'v' matches no parameter\n" in caplog.text and "'w' matches" not in caplog.text
 
 
-def make_stage(pp_rank: int, *groups: list[str], decay: Sequence[float] = (0.1, 0.1), dp_rank: int = 0) -> FakeTarget:
+def make_stage(pp_rank: int, *groups: list[str], decay: Sequence[float] = (0.1, 0.1)) -> FakeTarget:
     """Make a rank of one of two stages, with parameters of equal shape; the first has a second name, `tied`."""
     params = [Param(name, (2,), number) for number, names in enumerate(groups) for name in names]
     tied = Param("tied", (2,), alias_of=groups[0][0])
-    place = Place(0, 1, pp_rank, 2, dp_rank, 1)
-    target = FakeTarget(Model((*params, tied)), Topology(1, 2), dp_rank, place=place)
+    place = Place(0, 1, pp_rank, 2, 0, 1)
+    target = FakeTarget(Model((*params, tied)), Topology(1, 2), 0, place=place)
     for group, value in zip(target.wrapped.param_groups, decay, strict=False):
         group.update(weight_decay=value, lr=0.1 + pp_rank)
     return target

@@ -288,7 +288,14 @@ def test_extra_states_of_modules_are_restored(source: Topology, extra: Any, tmp_
     assert module["layer"].amax == extra
 
 
+def make_stage(layer: str, **options: Any) -> LoadContext:
+    """Make a load into a model whose only layer has an extra state."""
+    module = torch.nn.ModuleDict({layer: WithExtraState()})
+    return LoadContext(SimpleNamespace(module=module), Comm(), UniversalConfig(), LoadReport(True, ""), **options)
+
+
 LENIENT = {"load_module_strict": False}
+PLACED: Any = SimpleNamespace(place=Place(0, 1, 0, 1, 0, 1))
 
 
 @pytest.mark.parametrize(
@@ -304,15 +311,13 @@ LENIENT = {"load_module_strict": False}
 def test_skipped_and_merged_extra_states_are_logged(
     saved: list[str], tp: int, options: dict[str, Any], text: str, restored: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    module = torch.nn.ModuleDict({"layer": WithExtraState()})
-    module["layer"].amax = 1
-    job = LoadContext(SimpleNamespace(module=module), Comm(), UniversalConfig(), LoadReport(True, ""), **options)
-    target: Any = SimpleNamespace(place=Place(0, 1, 0, 1, 0, 1))
+    job = make_stage("layer", **options)
+    job.engine.module["layer"].amax = 1
     for degrees, of_topology in ((None, tp), ((tp, 1), 1)):  # a normal checkpoint, and its conversion
         caplog.clear()
         topology = SavedTopology(1, "zero12", "float32", tp=of_topology)
         index = AtomicIndex.of((), Records(), (), topology, "x.pt", degrees=degrees)
-        found = _match_extra_states(job, index, target, {f"{name}._extra_state": 3 for name in saved})
+        found = _match_extra_states(job, index, PLACED, {f"{name}._extra_state": 3 for name in saved})
         assert len(found) == restored
         assert (text in caplog.text) if text else not caplog.text
 
@@ -323,19 +328,12 @@ def test_warnings_of_all_stages_are_logged_once(caplog: pytest.LogCaptureFixture
     assert caplog.messages == ["folder: lr", "folder: betas"]
 
 
-def make_stage(number: int, **options: Any) -> LoadContext:
-    """Make a load into a model whose only layer has this number and an extra state."""
-    module = torch.nn.ModuleDict({str(number): WithExtraState()})
-    return LoadContext(SimpleNamespace(module=module), Comm(), UniversalConfig(), LoadReport(True, ""), **options)
-
-
 def test_extra_states_are_compared_over_all_stages_of_a_pipeline() -> None:
-    target: Any = SimpleNamespace(place=Place(0, 1, 0, 1, 0, 1))
     index = AtomicIndex.of((), Records(), (), SavedTopology(1, "zero12", "float32"), "x.pt")
     saved = {"0._extra_state": 1, "1._extra_state": 2}
 
     def match(rank: int, comm: Comm) -> list[str]:
-        return [*_match_extra_states(replace(make_stage(rank), comm=comm), index, target, saved)]
+        return [*_match_extra_states(replace(make_stage(str(rank)), comm=comm), index, PLACED, saved)]
 
     assert run_ranks(2, match) == [["0._extra_state"], ["1._extra_state"]]
     assert {type(each) for each in World(3).run(match)} == {MismatchError}  # the checkpoint lacks layer 2's state
