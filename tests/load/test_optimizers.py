@@ -242,13 +242,6 @@ def test_probe_optimizer_reads_existing_states_if_a_step_raises() -> None:
     assert (kept.elementwise, kept.scalars) == ({"momentum_buffer": torch.float32}, {"count": 3})
 
 
-def test_probe_optimizer_uses_the_saved_hyper_parameters() -> None:
-    optimizer, param = make_optimizer(torch.optim.SGD)
-    for hyper, states in (({}, set()), (SGD, {"momentum_buffer"})):
-        kept = probe_optimizer(optimizer, 0, hyper, param)
-        assert kept is not None and set(kept.elementwise) == states
-
-
 # -- hyper-parameters -------------------------------------------------------------------------------------------------
 
 

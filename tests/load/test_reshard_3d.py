@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, note
 
 from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.engine.parallel import Place
 from deepspeed_ucp.errors import CheckpointError, MismatchError
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
@@ -19,7 +20,7 @@ from tests.support.cases import pair_id
 from tests.support.covering import all_turns
 from tests.support.direct import check_loaded, run_load, run_refused
 from tests.support.ranks import run_ranks
-from tests.support.reshard import examples, groups_of, open_everywhere, temporary_folder
+from tests.support.reshard import FakeTarget, examples, groups_of, open_everywhere, temporary_folder
 from tests.support.reshard3d import (
     KINDS,
     PIPELINE,
@@ -333,3 +334,38 @@ def test_a_tensor_that_only_one_tensor_parallel_rank_has_is_refused(tmp_path: Pa
     index = open_everywhere(more.write(tmp_path), more.make_targets())
     kind, text = run_refused(index, [more.make_targets()[0], fewer.make_targets()[1]], make_config(more.model))
     assert kind is MismatchError and "Tensor-parallel ranks hold different tensors: body.norm are not on" in text
+
+
+# -- param groups of several ranks ------------------------------------------------------------------------------------
+
+
+def make_stage(pp_rank: int, *groups: list[str], decay: Sequence[float] = (0.1, 0.1)) -> FakeTarget:
+    """Make a rank of one of two stages, with parameters of equal shape; the first has a second name, `tied`."""
+    params = [Param(name, (2,), number) for number, names in enumerate(groups) for name in names]
+    tied = Param("tied", (2,), alias_of=groups[0][0])
+    place = Place(0, 1, pp_rank, 2, 0, 1)
+    target = FakeTarget(Model((*params, tied)), Topology(1, 2), 0, place=place)
+    for group, value in zip(target.wrapped.param_groups, decay, strict=False):
+        group.update(weight_decay=value, lr=0.1 + pp_rank)
+    return target
+
+
+def test_param_groups_join_across_stages_if_one_stage_lacks_the_first() -> None:
+    stages = [make_stage(0, ["0.w"], ["0.b"], decay=(0.1, 0.0)), make_stage(1, ["1.b"], decay=(0.0,))]
+    for joined, hyper, order in run_ranks(2, lambda rank, comm: groups_of(stages[rank], comm)):
+        assert list(order.values()) == ["0.w", "0.b", "1.b", "1.b"] and order["tied"] == "1.b"
+        assert joined == [[("0.w", True)], [("0.b", True), ("1.b", True)]]
+        assert [fields["weight_decay"] for fields in hyper] == [0.1, 0.0]
+
+
+def test_a_joined_param_group_has_the_experts_of_all_ranks() -> None:
+    ranks = [make_stage(0, ["dense"], ["e.0"]), make_stage(0, ["dense"], ["e.1"])]
+    for joined, hyper, _ in run_ranks(2, lambda rank, comm: groups_of(ranks[rank], comm)):
+        assert joined == [[("dense", True)], [("e.0", True), ("e.1", True)]]
+        assert len(hyper) == 2
+
+
+def test_a_joined_param_group_names_a_parameter_of_two_stages_once() -> None:
+    stages = [make_stage(0, ["t", "0.w"]), make_stage(1, ["t", "1.w"])]
+    joined, *_ = run_ranks(2, lambda rank, comm: groups_of(stages[rank], comm))[0]
+    assert [name for name, _ in joined[0]] == ["t", "0.w", "1.w"]

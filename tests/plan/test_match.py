@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,11 +11,15 @@ from typing import Any
 import pytest
 
 from deepspeed_ucp.errors import MismatchError
+from deepspeed_ucp.extensions.rename import Renames, apply_renames
+from deepspeed_ucp.extensions.resize import ResizedRows
 from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.records import Records
 from deepspeed_ucp.model.storage import COPY, MASTER, MODULE, Atom, Atoms, Fragment, Fragments, ParamKey
-from deepspeed_ucp.plan.match import are_same, match_groups, pick_weight
+from deepspeed_ucp.model.view import EngineView
+from deepspeed_ucp.plan.match import Adaptation, are_same, match_groups, pick_weight
 from deepspeed_ucp.tensor_parallel.rename import parse_renames, rename_names
+from deepspeed_ucp.tensor_parallel.rules import from_config
 from tests.plan import planning
 from tests.plan.matching import Shapes, make_index, match, read_param
 
@@ -170,24 +175,6 @@ def test_frozen_tensors_that_a_converter_dropped_keep_live_values() -> None:
         match(make_index({"a": (2,)}), {"a": (2,)}, {"buffer": (3,)})
 
 
-@pytest.mark.parametrize(
-    ("name", "wants_master", "with_states", "state"),
-    [
-        ("a", True, True, MASTER),
-        ("a", True, False, COPY),
-        ("a", False, True, COPY),
-        ("b", False, True, MODULE),
-        ("b", True, True, MODULE),
-        ("b", True, False, MODULE),
-    ],
-)
-def test_weights_are_read_from_the_module(name: str, wants_master: bool, with_states: bool, state: str) -> None:
-    """DeepSpeed's load does the same: the module's tensors may have been edited before the save."""
-    atom = pick_weight(make_index({"a": (2,)}, {"b": (2,)}), ParamKey(name), wants_master, with_states)
-    assert atom is not None
-    assert atom.state == state
-
-
 def test_a_copy_is_not_used_as_a_master() -> None:
     index = make_index({"a": (2,)})
     index = replace(index, atoms=Atoms.of(atom for atom in index.atoms.values() if atom.state != MASTER))
@@ -221,26 +208,6 @@ def test_a_former_tie_is_reported() -> None:
     assert found.saved["head"] == "embed"
     assert found.notes == ["embed and head: tied in the saved run and separate here; all take the saved values"]
     assert match(index, {"a": (2,), "embed": (4,)}, {"b": (2,)}, aliases={"head": "embed", "c": "b"}).notes == []
-
-
-def test_a_saved_copy_that_the_model_lacks_is_refused() -> None:
-    """For example, a folder without optimizer files."""
-    index = make_index({"a": (2,), "gone": (1,)})
-    index = replace(index, atoms=Atoms.of(atom for atom in index.atoms.values() if atom.state == COPY))
-    with pytest.raises(MismatchError, match="gone: in the checkpoint, not in the model"):
-        match(index, {"a": (2,)}, {}, with_states=False)
-
-
-TIED = ("shared", "encoder", "decoder", "head")
-
-
-@pytest.mark.parametrize("saved", TIED)
-@pytest.mark.parametrize("live", TIED)
-def test_any_member_of_a_tie_supplies_the_other_members(live: str, saved: str) -> None:
-    aliases = {name: live for name in TIED if name != live}
-    for index in (make_index({saved: (2,)}), make_index({}, {saved: (2,)})):
-        found = match(index, {live: (2,)}, aliases=aliases, with_states=not index.find(saved, MODULE))
-        assert (found.saved, found.notes) == ({live: saved}, [])
 
 
 Groups = dict[int, tuple[str, ...]]
@@ -386,3 +353,41 @@ def test_a_live_tie_whose_copies_differ_is_refused() -> None:
         match(index, live, {}, aliases=ties)
     (skipped,) = match(index, live, {}, aliases=ties, strict=False).skipped
     assert skipped.name == "head"
+
+
+# -- rules of the user ------------------------------------------------------------------------------------------------
+
+BOTH_WAYS = {
+    "rename": [
+        {"from": r"(?P<n>\d+)\.(?P<rest>\w+)", "to": "encoder.{n-2}.{rest}"},
+        {"from": r"encoder\.(?P<n>\d+)\.(?P<rest>\w+)", "to": "{n+2}.{rest}"},
+    ]
+}
+
+
+@pytest.mark.parametrize(
+    ("saved", "live", "renamed"),
+    [
+        (["2.w", "3.w"], ["encoder.0.w", "encoder.1.w"], {"encoder.0.w": "2.w", "encoder.1.w": "3.w"}),
+        (["encoder.0.w"], ["2.w"], {"2.w": "encoder.0.w"}),
+        (["2.w", "4.w"], ["2.w", "4.w", "encoder.0.w"], {}),
+        (["2.w"], ["encoder.7.w"], {}),
+    ],
+    ids=["forth", "back", "the same name", "not in the engine"],
+)
+def test_rename_rules_apply_in_both_directions(saved: list[str], live: list[str], renamed: dict[str, str]) -> None:
+    """A rule renames a saved name only to a name of the engine, and never renames a name that the engine has."""
+    index = make_index(dict.fromkeys(saved, (2,)), instances={saved[0]: 2})
+    assert apply_renames(index, dict.fromkeys(live, ((2,),)), from_config(BOTH_WAYS)) == renamed
+
+
+def test_rules_without_a_match_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    resize = [{"match": "v"}, {"match": "w"}]
+    rules = from_config({"rename": [{"from": "nothing", "to": "something"}], "resize": resize})
+    index = make_index({"w": (2,)})
+    with caplog.at_level(logging.INFO, logger="deepspeed_ucp"):
+        adaptation = Adaptation(index, EngineView(), rules, None, True, index, set())
+        for extension in (Renames(), ResizedRows()):
+            extension.adapt(adaptation)
+    assert "'nothing' matches no parameter" in caplog.text
+    assert "patterns: resize: 'v' matches no parameter\n" in caplog.text and "'w' matches" not in caplog.text
