@@ -164,10 +164,7 @@ def _pair(tensor: torch.Tensor, origin: Sequence[torch.Tensor]) -> Iterator[tupl
 
 
 class TensorSink:
-    """A buffer whose bytes arrive as dtype ``stored``.
-
-    They are written to its memory directly, or after a conversion.
-    """
+    """A buffer whose bytes arrive as dtype ``stored``, and are converted if needed."""
 
     def __init__(self, buffer: Buffer, stored: str) -> None:
         self.buffer, self.stored = buffer, getattr(torch, stored)
@@ -182,10 +179,7 @@ class TensorSink:
         return self.buffer.bytes[low : low + nbytes]
 
     def store(self, item: CopyItem, data: memoryview) -> None:
-        """Copy an item's bytes to the buffer, cast if needed.
-
-        With a stride, its runs begin that many elements apart.
-        """
+        """Copy an item's bytes, in runs ``stride`` elements apart, cast if needed."""
         view = None if item.stride else self.view(item.position, item.nbytes)
         if view is not None:
             np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(data, np.uint8))  # releases the GIL

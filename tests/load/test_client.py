@@ -121,8 +121,6 @@ class Own:
 
 
 class Plain:
-    """A class of the training script that only keeps attributes."""
-
     limit = 3
 
     def __init__(self, value: Any) -> None:

@@ -67,7 +67,6 @@ class Frozen:
 def write(
     folder: Path, client_state: dict[str, Any], topology: Topology | None = None, legacy: bool = False, **run: Any
 ) -> str:
-    """Write a checkpoint and return its model file."""
     topology = topology or Topology(2, 2, "fp16")
     state = random_state(MODEL, 0, precision=topology.precision)
     files = build_files(MODEL, state, topology, Run(client_state=client_state, **run))
@@ -86,7 +85,6 @@ def read_trusting_nothing(path: str) -> dict[str, Any]:
 
 
 def edit_pickle(path: str, edit: Callable[[bytes], bytes]) -> None:
-    """Rewrite a file with another pickle."""
     with zipfile.ZipFile(path) as archive:
         (pickled,) = (each for each in archive.namelist() if each.endswith("data.pkl"))
         data = archive.read(pickled)

@@ -108,7 +108,6 @@ def check_masters(rank: Loaded, files: dict[str, Any], expected: State) -> None:
 
 
 def check_extras(rank: Loaded, expected: State) -> None:
-    """Check frozen and unoptimized parameters, and buffers."""
     model = rank.target.model
     for extra in rank.extras:
         if extra.is_buffer:
@@ -121,7 +120,6 @@ def check_extras(rank: Loaded, expected: State) -> None:
 
 
 def find_start(extra: EngineBuffer) -> int:
-    """Return the first element of the tensor that a rank holds."""
     return next((cut.start for cut in extra.buffer.cuts(extra.part)), 0)
 
 

@@ -82,5 +82,4 @@ def params(chosen: Sequence[Any], every: Iterable[Any], ids: Callable[[Any], str
 
 
 def all_turns(first: Sequence[Any], second: Sequence[Any], count: int, ids: Callable[[Row], str] | None = None) -> Any:
-    """Return `params` of `turns`."""
     return params(turns(first, second, count), list(product(first, second)), ids)

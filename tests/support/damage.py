@@ -17,7 +17,6 @@ from deepspeed_ucp.torchsave.torchfile import list_records
 
 
 def flip(path: Path, position: int, bit: int = 0) -> None:
-    """Flip a bit of a byte."""
     with open(path, "r+b") as stream:
         stream.seek(position)
         byte = stream.read(1)[0]

@@ -31,8 +31,6 @@ REFUSED = {"refused": True}
 
 
 class Scheduler:
-    """An lr scheduler that refuses the state ``REFUSED``."""
-
     def __init__(self) -> None:
         self.loaded: Any = None
 
@@ -156,7 +154,6 @@ def have_memory(monkeypatch: pytest.MonkeyPatch, much: bool) -> None:
 
 
 def check_untouched(target: FakeTarget) -> None:
-    """Check that no buffer, state or hyper-parameter has changed."""
     for flat in target.flats:
         assert flat.data.eq(SENTINEL).all()
     for extra in target.extras():
@@ -179,7 +176,6 @@ def run_refused(
 
 
 def change_file(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Edit the object in a file of a checkpoint."""
     tree = torch.load(path, weights_only=False)
     change(tree)
     torch.save(tree, path)

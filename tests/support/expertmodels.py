@@ -105,7 +105,6 @@ class ExpertTrip:
 
     @property
     def wanted(self) -> SavedRun:
-        """The target after the load."""
         return expect(self.source, self.target)
 
     @property

@@ -59,7 +59,6 @@ def open_place(folder: Path, target: FakeTarget, comm: Comm, *also: Path) -> Ato
 def load_scattered(
     folders: Sequence[Path], model: Model, target: Topology, *also: Path, **options: Any
 ) -> list[Loaded]:
-    """Load a save on ranks that see different folders."""
     targets = make_targets(model, target)
 
     def load(rank: int, comm: Comm) -> Loaded:
@@ -75,6 +74,5 @@ def indices(folders: Sequence[Path], *also: Path) -> list[AtomicIndex]:
 
 
 def write_unchecked(folder: Path, form: str) -> Path:
-    """Write a save without checksums."""
     with write_checksums(False):
         return Case(MODEL, Topology(1, 3), random_state(MODEL, 0), legacy=form == "legacy").write(folder)

@@ -22,7 +22,6 @@ _here = threading.local()
 
 
 def current_rank() -> int:
-    """Return the rank whose thread this is."""
     return int(_here.rank)
 
 
@@ -132,8 +131,6 @@ class Apart(threading.local):
 
 
 class ThreadComm(Comm):
-    """One rank of a `World`."""
-
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank, self.size = world, rank, world.size
 

@@ -6,7 +6,6 @@ from deepspeed_ucp.model.records import CopyItem, Read
 
 
 def item(record: int, offset: int, nbytes: int, destination: int, position: int) -> CopyItem:
-    """Copy contiguous bytes."""
     return CopyItem(record, offset, nbytes, nbytes, 1, destination, position)
 
 

@@ -164,17 +164,14 @@ class FakeTarget(Target):
 
     @property
     def label(self) -> str:
-        """Description for messages."""
         return f"{self.kind.label} stage {self.place.pp_rank} tp {self.place.tp_rank} dp {self.rank}"
 
 
 def own_layout(model: Model, topology: Topology, rank: int) -> tuple[Flat, ...]:
-    """Return the flat buffers of a data-parallel rank."""
     return partition_layout(model, topology)[rank if topology.partitions or model.experts else 0]
 
 
 def hold_experts(model: Model, topology: Topology, layer: ExpertLayer, rank: int) -> LocalExperts:
-    """Return the experts of a layer that a data-parallel rank holds."""
     degree, seat, folded = degree_of(model, topology, layer), find_seat(model, topology, rank), topology.folds_experts
     replicas, numbers = list_replicas(topology, degree, seat), list_held(layer, topology, degree, seat)
     ranks = (
@@ -267,7 +264,6 @@ class Loaded:
         return self.plan.reads if self.plan else []
 
     def count(self, tensor: torch.Tensor) -> np.ndarray:
-        """Return the number of writes per element of a tensor."""
         return self.counts.setdefault(tensor.data_ptr(), (tensor, np.zeros(tensor.numel(), np.int64)))[1]
 
     def count_blanks(self, tensor: torch.Tensor) -> np.ndarray:
@@ -314,7 +310,6 @@ class Options:
 
 
 def prepare_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Options | None = None) -> Loaded:
-    """Prepare the load of one rank; collective."""
     options = options or Options()
     if not options.in_place:
         target.made_from = [[] for _ in target.flats]
@@ -361,7 +356,6 @@ def load_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Optio
 
 
 def plan(rank: Loaded, options: Options) -> Transfer:
-    """Plan the load of a rank; collective."""
     round_bytes = max(options.window // WINDOW_PARTS, options.chunk)
     sizes = {"round_bytes": round_bytes, "block": options.chunk, "min_direct": options.min_direct}
     rank.transfer = Transfer(rank.fill_plan, rank.comm, options.config, **sizes)
@@ -384,6 +378,5 @@ def examples(count: int) -> settings:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Context manager of a folder for one case."""
     with tempfile.TemporaryDirectory(prefix="ucp-") as folder:
         yield Path(folder)

@@ -122,17 +122,14 @@ def kind_of(name: str) -> Kind:
 
 
 def cut(name: str, tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
-    """Cut a parameter for the synthesiser."""
     return kind_of(name).cut(tensor, tp, rank)
 
 
 def cut_dense(name: str, tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
-    """Cut a parameter, but no experts."""
     return tensor if is_expert(name) else cut(name, tensor, tp, rank)
 
 
 def make_config(model: Model, **options: Any) -> UniversalConfig:
-    """Return the rules for the kinds of a model."""
     kinds = sorted({param.name.rpartition(".")[2] for param in model.params} & KINDS.keys())
     rules = [{"match": rf".*\.{kind}", **KINDS[kind].rule} for kind in kinds]
     return UniversalConfig(threads=1, patterns={"rules": rules, "original_vocab_size": VOCAB}, **options)
@@ -174,7 +171,6 @@ class SavedRun:
         return replace(self, state=replace(self.state, atoms=atoms))
 
     def write(self, folder: Path, run: Run | None = None) -> Path:
-        """Write the checkpoint of the run."""
         write_files(folder, build_local_files(self.locals, self.topology, run or Run(garbage=float("nan"))))
         return folder
 
@@ -262,7 +258,6 @@ def fit_rows(value: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def open_run(saved_run: SavedRun, folder: Path, run: Run | None = None) -> AtomicIndex:
-    """Write and open, with the names that a stage-0 source needs."""
     saved_run.write(folder, run)
     return open_everywhere(folder, saved_run.make_targets())
 
@@ -274,7 +269,6 @@ def rules_of(saved_run: SavedRun) -> Any:
 def load_all(
     folder: Path, targets: Sequence[FakeTarget], config: UniversalConfig, **options: Any
 ) -> tuple[AtomicIndex, list[Loaded]]:
-    """Open and load on every rank."""
     chosen = Options(config=config, **options)
 
     def work(rank: int, comm: Any) -> tuple[AtomicIndex, Loaded]:
@@ -365,7 +359,6 @@ def make_pipeline(blocks: Sequence[Iterable[str]], *, tied: bool = True, frozen:
 
 
 def make_plain(kinds: Sequence[str], frozen: Iterable[str] = ()) -> Model:
-    """Make a model without pipeline."""
     return Model(make_layer("body", kinds, frozen), {"body.count": torch.arange(3)})
 
 
@@ -397,8 +390,6 @@ PLAINS = [
 
 @dataclass(frozen=True)
 class Trip:
-    """A source and a topology to load it into."""
-
     source: SavedRun
     target: Topology
     options: dict[str, Any] = field(default_factory=dict)

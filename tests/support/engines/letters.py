@@ -51,7 +51,6 @@ def group(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def make_layer(letter: str) -> Any:
-    """Make a layer specification by its letter."""
     if letter == "f":
         return scale
     if letter in "EH":
@@ -86,7 +85,6 @@ class Embedding(nn.Module):
 
 
 def head(embedding: Embedding, x: Tensor) -> Tensor:
-    """The tied module as the output layer."""
     x = x @ embedding.weight
     return x if embedding.shift is None else x + embedding.shift
 
@@ -106,5 +104,4 @@ class Block(nn.Module):
 
 
 def scale(x: Tensor) -> Tensor:
-    """A layer without parameters."""
     return x * 1.5
