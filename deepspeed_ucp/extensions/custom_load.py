@@ -21,7 +21,7 @@ from .registry import Extension
 
 
 class CustomLoad(Extension):
-    """A load with a ``custom_load_fn``; ``source`` is the saved module until it has run."""
+    """A load with a ``custom_load_fn``, whose ``source`` is the whole saved module."""
 
     def __init__(self) -> None:
         self.source: dict[str, torch.Tensor] = {}

@@ -43,7 +43,7 @@ The buffers are None if only DeepSpeed knows the engine's layout. Without a chec
 
 
 def choose_loader(context: LoadContext, folder: str, also: Sequence[str] = ()) -> Choice:
-    """Compare the topologies of engine and tag (``also`` elsewhere) by headers (collective).
+    """Compare headers of the engine and a tag, ``also`` in other places (collective).
 
     Raises:
         UnsupportedError: the engine is not covered, and DeepSpeed's load is not known to be right.

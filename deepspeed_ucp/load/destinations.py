@@ -171,7 +171,7 @@ class TensorSink:
         self.itemsize = buffer.tensor.element_size()
 
     def view(self, position: int, nbytes: int) -> memoryview | None:
-        """Return the memory from element ``position`` on; None if bytes are cast or copied."""
+        """Return the memory from element ``position`` on; None if bytes are converted."""
         tensor = self.buffer.tensor
         if tensor.dtype != self.stored or not tensor.numel() or self.buffer.memory.device.type != "cpu":
             return None
@@ -194,7 +194,7 @@ class TensorSink:
 
 
 def _copy(into: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy values; a copy from page-locked memory to CUDA may be in progress on return.
+    """Copy values; a copy from page-locked memory to CUDA may end after the return.
 
     Other accelerators may treat such memory differently.
     """

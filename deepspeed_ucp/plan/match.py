@@ -436,7 +436,7 @@ def match_groups(
 
 
 def _join_steps(index: AtomicIndex, groups: Iterable[int]) -> dict[str, Any]:
-    """Return the groups' step (DeepSpeed's FusedAdam has it); MismatchError if it differs."""
+    """Return the groups' step (FusedAdam counts it); MismatchError if it differs."""
     saved = [index.groups[number].hyper for number in groups if number >= 0]
     steps = [hyper["step"] for hyper in saved if "step" in hyper]
     if any(step != steps[0] for step in steps):

@@ -26,7 +26,7 @@ PLACEMENT = "expert_placement_descriptor"
 
 @dataclass(frozen=True, slots=True)
 class LocalExperts(Share):
-    """A rank's experts of a layer; ``numbers`` in the whole layer, in the rank's order."""
+    """A rank's experts of a layer, by number in the layer, in the rank's order."""
 
     numbers: Sequence[int]
 

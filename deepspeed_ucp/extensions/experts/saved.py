@@ -376,7 +376,7 @@ def _check_placements(save: Save, mp: int, group: Sequence[tuple[str, Shape]], d
 def _add_expert(
     builder: Builder, rank: SavedRank, header: FileHeader, seen: dict[str, Piece] | None, optimized: set[str]
 ) -> None:
-    """Add one expert's file; compare tensors in ``seen``, of other ranks (None: cut ones)."""
+    """Add an expert's file; compare tensors with ``seen`` ones (None: they are cut)."""
     tensors = header.layer or {}
     rank.unsharded.update(tensors if seen is not None else ())
     for name, piece in tensors.items():
