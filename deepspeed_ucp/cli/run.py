@@ -39,8 +39,6 @@ def add_parser(commands: common.Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the script like ``python SCRIPT``, with its errors and its exit code."""
-    from .. import install
-
     script = options.script
     try:
         default = _read_default(options.config)
@@ -53,6 +51,8 @@ def run(options: argparse.Namespace) -> int:
     except UcpError as error:
         print_message(f"ds_ucp run: {error}")
         return ERROR
+    from .. import install
+
     install(default_on=default)
     sys.argv = [script, *options.launcher, *options.args]
     if options.module:

@@ -84,7 +84,7 @@ def complete_group(hyper: Mapping[str, Any], states: Mapping[str, Mapping[str, A
     """Add torch's defaults for AdamW's hyper-parameters that DeepSpeed's Adam lacks.
 
     ``initial_lr`` is always added: a load requires it if one of torch's schedulers was created before. The ``states``
-    of all parameters tell Adam-like optimizers.
+    of all parameters identify Adam-like optimizers.
     """
     kept = {key: value for key, value in hyper.items() if key not in ("params", "param_names")}
     kept |= {"initial_lr": kept["lr"]} if "lr" in kept and "initial_lr" not in kept else {}
