@@ -301,7 +301,11 @@ SHRUNK = {"word": 6, "column": 24}
 GIVEN_UP: dict[str, Any] = {"word": {"shrink": True}, "column": {"new": "zero"}}
 
 
-@pytest.mark.parametrize(("sizes", "rules"), [(GROWN, MIXED), (SHRUNK, GIVEN_UP)], ids=["grown", "shrunk"])
+@pytest.mark.parametrize(
+    ("sizes", "rules"),
+    [(GROWN, MIXED), (SHRUNK, GIVEN_UP), ({"word": 6}, {"word": {"shrink": True}})],
+    ids=["grown", "shrunk", "shrunk alone"],
+)
 @pytest.mark.parametrize(
     ("saved", "live"),
     [
