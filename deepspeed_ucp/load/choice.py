@@ -127,7 +127,7 @@ def list_stage_groups(target: Target) -> StageGroups | None:
 
 
 def join_groups(reports: Iterable[StageGroups | None]) -> JoinedGroups:
-    """Join the param groups of all pipeline stages, in the user's order: the layers'.
+    """Join the param groups of all stages in the layers' order, which is the user's.
 
     :func:`~deepspeed_ucp.model.topology.number_groups` identifies the groups of different stages. A stage's layers may
     be apart from each other (DualPipeV).

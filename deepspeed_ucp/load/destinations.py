@@ -196,7 +196,7 @@ class TensorSink:
 def _copy(into: torch.Tensor, values: torch.Tensor) -> None:
     """Copy values; a copy from page-locked memory to CUDA may end after the return.
 
-    Other accelerators may treat such memory differently.
+    Other accelerators may treat such memory differently: there it is complete.
     """
     into.copy_(values, non_blocking=into.device.type == "cuda")
 

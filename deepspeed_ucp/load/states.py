@@ -62,7 +62,7 @@ class States:
 
 
 def _allocate_state(flat: EngineBuffer, state: str, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate a state; if the buffer is swapped in a file, or raise DiskFullError."""
+    """Allocate a state; in a file if the buffer is swapped (or raise DiskFullError)."""
     if flat.swap is None:
         return torch.empty(flat.find_shape(state), dtype=dtype, device=flat.tensor.device)
     allocated: torch.Tensor = flat.swap.make(flat.buffer.partition, state)
