@@ -159,7 +159,7 @@ class Transfer:
         self.fill_plan.undo()
 
     def fill(self) -> list[Checked]:
-        """Run pass 2, if any, and return its checksums; copy separate memory to the engine."""
+        """Run pass 2, if any; return its checksums. Copy separate memory to the engine."""
         second = self._run_second_pass()
 
         def commit() -> None:
