@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -16,9 +17,13 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.export.dcp import make_scaler
 from deepspeed_ucp.testing import WorldPool
+from deepspeed_ucp.testing.capture import CapturedEngine
 from tests.support import fsdp_run
 from tests.support.covering import few
-from tests.support.engines import foreign_run
+from tests.support.engines.cases import Case
+from tests.support.engines.driver import Engines
+from tests.support.engines.kinds import take_step
+from tests.support.engines.ranks import Load
 from tests.support.exports import check_same, read_all, save_trained
 from tests.support.foreign import write_dcp
 from tests.synth import Topology
@@ -26,7 +31,50 @@ from tests.synth import Topology
 STAGES = (0, 1, 2, 3)
 
 
-def test_hyper_parameters_of_an_optimizer_without_states_are_restored(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+@dataclass(frozen=True)
+class Small(Case):
+    """An engine of the model of `fsdp_run`."""
+
+    def make(self, seed: int) -> Any:
+        model, optimizer = fsdp_run.build(seed)
+        return deepspeed.initialize(model=model, optimizer=optimizer, config=self.ds_config)[0]
+
+    @staticmethod
+    def step(engine: Any) -> float:
+        x, y = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(engine.global_steps)).unbind()
+        return take_step(engine, (engine(x) - y[:, :5]).square().mean())
+
+
+@dataclass(frozen=True)
+class Adapted(Case):
+    """An engine of a zeroed model with an adapter of PEFT."""
+
+    def make(self, seed: int) -> Any:
+        from tests.support.adapters import LORAS, make_peft
+
+        model = make_peft(**LORAS["saved"])
+        trained = [param for param in model.parameters() if param.requires_grad]
+        for param in model.parameters():
+            param.data.zero_()
+        config = self.make_config(optimizer={"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}})
+        return deepspeed.initialize(model=model, model_parameters=trained, config=config)[0]
+
+
+def save_sharded(folder: str) -> None:
+    """Train under FSDP2 and save."""
+    model, optimizer = fsdp_run.build_sharded()
+    fsdp_run.train(model, optimizer, range(3))
+    fsdp_run.save_sharded(folder, model, optimizer)
+
+
+def load(engines: Engines, kind: Case, folder: Path) -> tuple[CapturedEngine, str]:
+    """Return the state and the messages of an engine after a load."""
+    (outcome,) = engines.load(kind, Load(str(folder)))
+    assert not outcome.errors, outcome.errors[0]
+    return outcome.state, "\n".join(text for _, text in outcome.ranks[0].log)
+
+
+def test_hyper_parameters_of_an_optimizer_without_states_are_restored(tmp_path: Path, engines: Engines) -> None:
     """A plain SGD's groups are restored. A warning names an optimizer whose states start from zero.
 
     A conversion also lacks steps and gradient clipping.
@@ -38,64 +86,62 @@ def test_hyper_parameters_of_an_optimizer_without_states_are_restored(tmp_path: 
     dcp.save({"model": weights, "optim": states}, checkpoint_id=tmp_path / "it", no_dist=True)
     assert main(["convert", str(tmp_path / "it"), str(tmp_path / "atomic")]) == 0
     for folder in (tmp_path / "it", tmp_path / "atomic"):
-        ((state, heard),) = ucp_worlds.get(1).run(foreign_run.go_on, str(folder), (1,), clip=1.0)[0]
+        state, messages = load(engines, Small(1, 1, config={"gradient_clipping": 1.0}), folder)
         assert {held.hyper["lr"] for held in state.parameters.values()} == {0.25}
         for words in ("the saved optimizer kept no states", "records no number of steps", "gradient clipping"):
-            assert any(words in line for line in heard)
+            assert words in messages
     fsdp_run.train(model, adam, range(1))
     weights, states = get_state_dict(model, adam)
     del states["state"]["second.weight"]
     dcp.save({"model": weights, "optim": states}, checkpoint_id=tmp_path / "bare", no_dist=True)
-    ((state, heard),) = ucp_worlds.get(1).run(foreign_run.go_on, str(tmp_path / "bare"), (0,))[0]
-    assert any(line.startswith("second.weight: no optimizer state was saved") for line in heard)
+    state, messages = load(engines, Small(0, 1), tmp_path / "bare")
+    assert "\nsecond.weight: no optimizer state was saved" in messages
     assert [name for name, held in state.parameters.items() if not held.tensors] == ["second.weight"]
 
 
-def test_an_adapter_resumes_over_its_base_model(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+def test_an_adapter_resumes_over_its_base_model(tmp_path: Path, engines: Engines) -> None:
     """Two folders load into a model that PEFT has wrapped."""
     from tests.support.adapters import LORAS, make_base, make_peft
 
-    base, folder = str(tmp_path / "base"), str(tmp_path / "peft")
-    make_base().save_pretrained(base)
+    make_base().save_pretrained(tmp_path / "base")
     model = make_peft(**LORAS["saved"])
-    model.save_pretrained(folder, save_embedding_layers=False)
+    model.save_pretrained(tmp_path / "peft", save_embedding_layers=False)
     wanted = {name: param.detach() for name, param in model.named_parameters()}
-    for values, heard in ucp_worlds.get(1).run(foreign_run.load_adapter, base, folder, few(STAGES, 2))[0]:
-        check_same(values, wanted)
-        for words in ("the checkpoint has no adapter", "holds no weights of its base"):
-            assert any(words in line for line in heard)
+    for stage in few(STAGES, 2):
+        base, adapted = engines.load(Adapted(stage, 1), *(Load(str(tmp_path / name)) for name in ("base", "peft")))
+        check_same({name: each.value for name, each in adapted.state.parameters.items()}, wanted)
+        assert base.list_messages("WARNING", "the checkpoint has no adapter")
+        assert adapted.list_messages("WARNING", "holds no weights of its base")
 
 
-def test_a_refused_foreign_checkpoint_leaves_the_engine_unchanged(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """The engine has trained. Every bit and the next losses are compared."""
+def test_a_refused_foreign_checkpoint_leaves_the_engine_unchanged(tmp_path: Path, engines: Engines) -> None:
+    """The engine has trained."""
     model, optimizer = fsdp_run.build()
     fsdp_run.train(model, optimizer, range(3))
     weights, states = get_state_dict(model, optimizer)
-    tree, wanted = {"model": weights, "optim": states}, dict[str, str]()
+    tree, wanted = {"model": weights, "optim": states}, dict[str, tuple[str, ...]]()
 
-    def make(name: str, says: str) -> Path:
-        wanted[str(tmp_path / name)] = says
+    def make(name: str, *words: str) -> Path:
+        wanted[name] = words
         (tmp_path / name).mkdir()
         return tmp_path / name
 
-    def make_blocks(name: str, says: str, tree: Any = tree) -> Path:
-        write_dcp(make(name, says), tree, lambda tensor: [2, 2][: tensor.dim()])
+    def make_blocks(name: str, *words: str, tree: Any = tree) -> Path:
+        write_dcp(make(name, *words), tree, lambda tensor: [2, 2][: tensor.dim()])
         return tmp_path / name
 
-    cut = make_blocks("flipped", "have CRC32 .*, the writer stored")
-    flip_tensor(cut / "__3_0.distcp", weights["first.weight"][32:, 3:])
-    make_blocks("other", "shape", {"model": {**weights, "first.weight": torch.ones(64, 7)}})
+    damage = ("have CRC32 ", ", the writer stored")
+    flip_tensor(make_blocks("flipped", *damage) / "__3_0.distcp", weights["first.weight"][32:, 3:])
+    make_blocks("other", "shape", tree={"model": {**weights, "first.weight": torch.ones(64, 7)}})
     bad = {**tree, "optim": {**states, "param_groups": [{**states["param_groups"][0], "step": float("nan")}]}}
-    make_blocks("odd", "nan for a step", bad)
+    make_blocks("odd", "nan for a step", tree=bad)
     save_file({**weights, "norm.bias": torch.ones(65)}, make("shapes", "norm.bias") / "model.safetensors")
-    torch.save(weights, make("bin", "have CRC32 .*, the writer stored") / "pytorch_model.bin")
+    torch.save(weights, make("bin", *damage) / "pytorch_model.bin")
     flip_tensor(tmp_path / "bin" / "pytorch_model.bin", weights["second.weight"])
     save_file({"first.lora_A.weight": torch.ones(2, 6)}, make("adapter", "lora_A") / "adapter_model.safetensors")
-    said, changed, *losses = ucp_worlds.get(2).run(foreign_run.refuse, list(wanted), 2)[0]
-    for (folder, says), text in zip(wanted.items(), said, strict=True):
-        assert re.search(says, text), f"{folder}: {text}"
-    assert not changed
-    assert losses[0] == losses[1]
+    loads = [Load(str(tmp_path / name), before=2 * (not number)) for number, name in enumerate(wanted)]
+    for words, outcome in zip(wanted.values(), engines.load(Small(2), *loads), strict=True):
+        outcome.check_refused(*words)
 
 
 def flip_tensor(path: Path, tensor: torch.Tensor) -> None:
@@ -120,17 +166,18 @@ def test_fsdp2_resumes_an_export(tmp_path: Path, ucp_worlds: WorldPool) -> None:
         check_same(result["optim"]["state"][name], optimizer.state[param])
 
 
-def test_a_run_moves_from_deepspeed_to_fsdp2_and_back(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+def test_a_run_moves_from_deepspeed_to_fsdp2_and_back(tmp_path: Path, engines: Engines, ucp_worlds: WorldPool) -> None:
     """Three ranks save, two ranks of FSDP2 continue, and one rank restores masters, states, steps and hyper-parameters.
 
     A warning names this engine's clipping of gradients, which the format does not record.
     """
     saved, out, there = (str(tmp_path / name) for name in ("saved", "out", "there"))
-    state = ucp_worlds.get(3).run(foreign_run.save_engine, saved, 3, steps=3)[0]
+    state = engines.save(Small(3, 3), saved, steps=(3,)).state
     assert main(["export", saved, out, "--to", "dcp"]) == 0
     ucp_worlds.get(2).run(fsdp_run.copy, out, there)
-    for back, heard in ucp_worlds.get(1).run(foreign_run.go_on, there, (1, 3), clip=0.5)[0]:
-        assert any("clips gradients at norm 0.5" in line for line in heard)
+    for stage in (1, 3):
+        back, messages = load(engines, Small(stage, 1, config={"gradient_clipping": 0.5}), tmp_path / "there")
+        assert "clips gradients at norm 0.5" in messages
         assert back.parameters.keys() == state.parameters.keys()
         check_same(back.buffers, state.buffers)
         for name, held in state.parameters.items():
@@ -141,11 +188,11 @@ def test_a_run_moves_from_deepspeed_to_fsdp2_and_back(tmp_path: Path, ucp_worlds
         assert back.counters["global_steps"] == 3
 
 
-def test_a_run_moves_from_fsdp2_to_deepspeed_and_back(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+def test_a_run_moves_from_fsdp2_to_deepspeed_and_back(tmp_path: Path, engines: Engines, ucp_worlds: WorldPool) -> None:
     """Two ranks of FSDP2 save, three ranks of ZeRO-3 continue, and one rank restores all states."""
     saved, there, out, back = (str(tmp_path / name) for name in ("saved", "there", "out", "back"))
-    ucp_worlds.get(2).run(foreign_run.save, saved, 3)
-    ucp_worlds.get(3).run(foreign_run.save_engine, there, 3, load=saved)
+    ucp_worlds.get(2).run(save_sharded, saved)
+    engines.load(Small(3, 3), Load(saved, again=there))
     assert main(["export", there, out, "--to", "dcp"]) == 0
     ucp_worlds.get(1).run(fsdp_run.copy, out, back)
     first, last = read_all(Path(saved)), read_all(Path(back))
