@@ -42,7 +42,6 @@ class Preemption:
     """Reaction of an engine to signals.
 
     Attributes:
-        save_dir: folder of the save.
         actions: signal → exit code of every rank after the save; None continues training.
         client_state: makes the client state of that save.
         requeue: Slurm job to requeue, or None.
@@ -80,7 +79,6 @@ class EngineState:
         param_groups: parameter names of the user's param groups, before a wrapper flattened them; None if a parameter
             has no name in the module.
         carried: name → state that is saved and loaded with the engine.
-        preemption: reaction to signals, or None.
         unsealed: the last save, while a writer other than DeepSpeed's still writes it.
         broken: error message if the engine holds only a part of a checkpoint and must not be used; else empty.
         half_states: a broken engine's optimizer states may be mixed; loading weights alone does not repair them.
@@ -145,14 +143,12 @@ def note_step(engine: Any) -> None:
             part.note_step()
 
 
-def hand_out(engine: Any, client_state: dict[str, Any] | None, *, wanted: bool = True, together: bool = True) -> None:
+def hand_out(engine: Any, client_state: dict[str, Any], *, wanted: bool = True, together: bool = True) -> None:
     """Remove carried states from a client state; load them if ``wanted`` (collective).
 
     Args:
         together: all ranks take part and raise the same error; else no collective is used, as in DeepSpeed's own load.
     """
-    if client_state is None:
-        return
     saved = client_state.pop(KEY, {})
     if not wanted:
         return

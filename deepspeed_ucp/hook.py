@@ -251,14 +251,10 @@ def _load(
     if config is None:
         path, client_state = load_without_plugin(engine, load_dir, tag, fallback)
     else:
-        begin = time.monotonic()
-
-        def load(folder: str, tag: Any, config: UniversalConfig, fallback: Callable[..., Any]) -> Any:
-            return resume(engine, folder, tag, arguments, config, fallback, unknown=unknown)
-
+        begin, load = time.monotonic(), partial(resume, engine, arguments=arguments, unknown=unknown)
         with connect() as comm:
             loaded = _load_from_memory(engine, load_dir, tag, config, load, fallback, comm)
-            path, client_state = loaded or load(load_dir, tag, config.with_tiers(), fallback)
+            path, client_state = loaded or load(load_dir, tag, config=config.with_tiers(), deepspeed_load=fallback)
         if path is not None and engine.global_rank == 0:
             seconds = time.monotonic() - begin
             logger.info("%s: loaded in %.1f s, step %d", os.path.dirname(path), seconds, engine.global_steps)
@@ -290,7 +286,7 @@ def _load_from_memory(
     fallback, broken_before = partial(fallback, load_dir=found.folder, tag=found.tag), find_state(engine).broken
     config = config.model_copy(update={"also": [*found.copies, *config.also]})
     try:
-        return load(found.folder, found.tag, config, fallback)
+        return load(found.folder, found.tag, config=config, deepspeed_load=fallback)
     except CheckpointError as error:
         if find_state(engine).broken is not broken_before or not comm.is_common(error):
             raise

@@ -45,15 +45,12 @@ class Target(ABC):
         wrapper: name in :mod:`deepspeed_ucp.model.wrappers`.
         unsharded: parameters and buffers that tensor-parallel ranks do not cut.
         ep: the largest degree of a :class:`~.parallel.Share`.
-        wrapped: the engine's optimizer wrapper.
         names: id of a parameter → its first name in the module.
         aliases: further names of tied parameters → the first one.
         params: the module's parameters by name; a fused one has several names.
         places: name → index in a fused parameter.
-        flats: this rank's flat buffers.
-        layout: the same over all ranks, under the names in a checkpoint.
+        layout: the flat buffers over all ranks, under the names in a checkpoint.
         owned: parameters that the optimizer trains.
-        extensions: special cases of the engine.
         shares: name in the module → the ranks with this distributed parameter or buffer.
     """
 
@@ -188,7 +185,6 @@ class Target(ABC):
 
     @property
     def topology(self) -> Topology:
-        """The engine's topology."""
         engine = self.engine
         zero, precision = engine._config.zero_config, self._find_precision()
         return Topology(
@@ -218,11 +214,6 @@ class Target(ABC):
         first = next((name for flat in self.flats for name in flat.names), next(iter(self.params), None))
         return dtype_name(self.params[first].dtype if first is not None else self.engine.get_data_types()[0])
 
-    @property
-    def is_dual(self) -> bool:
-        """True if every pipeline rank has a forward and a backward stage (DualPipeV)."""
-        return hasattr(self.engine.module, "phase_bounds")
-
     def instances(self) -> dict[str, Instance]:
         """Return the tensors of tied modules that several pipeline stages have, by name."""
         return {name: instance for name, instance in self._find_tied().items() if instance.count > 1}
@@ -245,11 +236,9 @@ class Target(ABC):
         return shape[1:] if name in self.places else shape
 
     def owned_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes (:meth:`shape_of`) of the parameters owned by the optimizer."""
         return {name: self.shape_of(name) for name in self.params if name in self.owned}
 
     def group_members(self) -> dict[int, tuple[str, ...]]:
-        """Return the parameters of each param group."""
         members: dict[int, list[str]] = {}
         for flat in self.flats:
             members.setdefault(flat.group, []).extend(flat.names)
@@ -378,12 +367,10 @@ class Target(ABC):
                 yield text
 
     def commit(self) -> None:
-        """Finish the fill of the buffers."""
         for extension in self.extensions:
             extension.commit()
 
     def discard(self) -> None:
-        """Release the resources of a load, also after an error."""
         for extension in self.extensions:
             extension.discard()
 

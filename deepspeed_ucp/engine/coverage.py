@@ -140,17 +140,6 @@ def list_pending(engine: Any) -> list[str]:
     ]
 
 
-def is_switched_off(engine: Any) -> bool:
-    """Return True if the ds_config switches the plugin off explicitly."""
-    section = engine._config._param_dict.get("checkpoint") or {}
-    return section.get("universal") is False
-
-
-def was_made_before_import(engine: Any) -> bool:
-    """Return True if the engine was made before this package was imported."""
-    return not hasattr(engine._config, "ucp_config")
-
-
 def describe_own_files(engine: Any, folder: str) -> tuple[str, str | None, dict[str, Any]]:
     """Return the paths of this rank's files, and engine facts to compare with them.
 

@@ -34,6 +34,10 @@ NOT_CLIENT = (
 """Keys of a model-states file that are not in the client state (engine.py ``_load_checkpoint``)."""
 
 
+PICKLED = (loss_scaler.LossScaler, loss_scaler.DynamicLossScaler, ZeroStageEnum, fragment_address)
+"""DeepSpeed's classes that its state files contain."""
+
+
 def find_extra_states(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Return modules with an extra state (``set_extra_state``) by state-dict key."""
     base = torch.nn.Module.set_extra_state
@@ -159,20 +163,16 @@ def _find_scaler(wrapped: Any) -> Any:
     return getattr(wrapped, "loss_scale_config", None) or getattr(wrapped, "loss_scaler", None) or wrapped
 
 
-def _read_scale(wrapped: Any) -> Any:
-    """Return the static loss scale of an optimizer wrapper, or ``dynamic``."""
-    scaler = _find_scaler(wrapped)
-    is_dynamic = getattr(scaler, "dynamic", getattr(scaler, "dynamic_loss_scale", False))
-    return "dynamic" if is_dynamic else getattr(scaler, "cur_scale", None)
-
-
 def compare_scales(wrapped: Any, saved: Mapping[str, Any]) -> tuple[Any, Any] | None:
     """Return the (saved, live) loss scales, numbers or ``dynamic``, if they differ.
 
     Args:
         saved: fields of the loss scaler, or empty.
     """
-    scales = "dynamic" if saved.get("dynamic") else saved.get("cur_scale"), _read_scale(wrapped)
+    scaler = _find_scaler(wrapped)
+    is_dynamic = getattr(scaler, "dynamic", getattr(scaler, "dynamic_loss_scale", False))
+    live = "dynamic" if is_dynamic else getattr(scaler, "cur_scale", None)
+    scales = "dynamic" if saved.get("dynamic") else saved.get("cur_scale"), live
     return scales if saved and None not in scales and scales[0] != scales[1] else None
 
 
@@ -246,12 +246,6 @@ def wait_behind_reads(engine: Any, comm: Comm) -> Iterator[None]:
         yield
 
 
-def begin_load_event(engine: Any) -> None:
-    """Call DeepSpeed's ``checkpoint_event_prologue``, if there is one."""
-    if engine._optimizer_has_ckpt_event_prologue():
-        engine.optimizer.checkpoint_event_prologue()
-
-
 def end_load_event(engine: Any) -> None:
     """Call DeepSpeed's ``checkpoint_event_epilogue``, if there is one (collective).
 
@@ -294,8 +288,3 @@ def pick_client_state(
     if with_optimizer:
         hidden.add("optimizer")
     return {key: value for key, value in saved.items() if key not in hidden}
-
-
-def pickled_classes() -> list[Any]:
-    """List DeepSpeed's classes that its state files contain."""
-    return [loss_scaler.LossScaler, loss_scaler.DynamicLossScaler, ZeroStageEnum, fragment_address]

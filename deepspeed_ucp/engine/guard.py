@@ -57,17 +57,12 @@ def block_engine(engine: Any, error: BaseException, *, with_states: bool) -> str
     )
     state = find_state(engine)
     state.broken, state.half_states = message, with_states or state.half_states
-    block_methods(engine)
-    return message
-
-
-def block_methods(engine: Any) -> None:
-    """Replace the blocked methods of a broken engine; other engines stay unchanged."""
-    message, fields = find_state(engine).broken, vars(engine)
-    for name in _BLOCKED if message else ():
+    fields = vars(engine)
+    for name in _BLOCKED:
         if hasattr(engine, name):
             replaced = fields[name].args[1] if _is_blocked(engine, name) else fields.get(name)
             fields[name] = partial(_refuse, message, replaced)
+    return message
 
 
 def _is_blocked(engine: Any, name: str) -> bool:

@@ -163,12 +163,8 @@ def _make_plain(value: Any) -> Any:
         return type(value)(map(_make_plain, value)) if type(value) in (list, tuple) else list(map(_make_plain, value))
     if isinstance(value, (set, frozenset)):
         return sorted(map(_make_plain, value))
-    return {"__class__": type(value).__name__, **{key: _make_plain(item) for key, item in _fields(value).items()}}
-
-
-def _fields(value: Any) -> dict[str, Any]:
+    names = vars(value) if hasattr(value, "__dict__") else getattr(value, "__slots__", ())
     if is_dataclass(value):
-        return {field.name: getattr(value, field.name) for field in fields(value)}
-    if hasattr(value, "__dict__"):
-        return dict(vars(value))
-    return {name: getattr(value, name) for name in getattr(value, "__slots__", ()) if hasattr(value, name)}
+        names = [field.name for field in fields(value)]
+    held = {name: _make_plain(getattr(value, name)) for name in names if hasattr(value, name)}
+    return {"__class__": type(value).__name__, **held}

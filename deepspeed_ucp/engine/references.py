@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -92,11 +93,6 @@ def update_in_place(old: Any, new: Any, filled: set[int] | None = None) -> Any:
 
     Args:
         filled: ids of the tensors that are already written; two param groups can share one.
-
-    Example:
-        >>> step = torch.tensor(1.0)
-        >>> update_in_place({"step": step}, {"step": torch.tensor(5.0)})["step"] is step
-        True
     """
     filled = set() if filled is None else filled
     if old is new:
@@ -147,14 +143,7 @@ def _list_referenced(engine: Any) -> set[int]:
     for optimizer in _list_optimizers(engine.optimizer):
         groups = optimizer.param_groups
         params = [group["params"] for group in groups]
-        objects += [
-            optimizer,
-            groups,
-            optimizer.state,
-            *groups,
-            *params,
-            *(param for group in params for param in group),
-        ]
+        objects += [optimizer, groups, optimizer.state, *groups, *params, *chain(*params)]
     return set(map(id, objects))
 
 

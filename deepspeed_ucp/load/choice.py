@@ -97,7 +97,7 @@ def inspect_engine(context: LoadContext) -> tuple[Target, Naming]:
         groups,
         hyper,
         order=order,
-        dual=target.is_dual,
+        dual=hasattr(target.engine.module, "phase_bounds"),  # DualPipeV: a forward and a backward stage per rank
         keys={key: name for _, keys, _ in answers for key, name in keys.items()},
         rename=partial(find_renamed, rules=context.rules),
         ep=target.ep,

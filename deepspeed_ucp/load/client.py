@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch._weights_only_unpickler import _get_allowed_globals
 
-from ..engine.finish import pickled_classes
+from ..engine.finish import PICKLED
 from ..errors import CheckpointError, UcpError, UnsupportedError, shorten
 from ..formats.deepspeed.reading import select_extra_states
 from ..model.index import Use
@@ -350,4 +350,4 @@ def safe_classes() -> list[Any]:
         np.dtype,
         *{type(np.dtype(code)) for code in np.typecodes["AllInteger"] + np.typecodes["Float"] + "?cSUmM"},
     ]
-    return [*classes, *pickled_classes()]
+    return [*classes, *PICKLED]

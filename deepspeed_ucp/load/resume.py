@@ -13,8 +13,8 @@ from ..comm import connect, is_shared
 from ..config import UniversalConfig
 from ..convert import ConvertOptions, convert_index, default_destination
 from ..engine.base import Target
-from ..engine.coverage import describe_own_files, is_switched_off, list_pending, list_unsaved, was_made_before_import
-from ..engine.finish import begin_load_event, end_load_event, refresh_after_own_load, wait_behind_reads
+from ..engine.coverage import describe_own_files, list_pending, list_unsaved
+from ..engine.finish import end_load_event, refresh_after_own_load, wait_behind_reads
 from ..engine.guard import block_engine, release
 from ..engine.references import keep_references
 from ..engine.rule import watch_edits
@@ -209,7 +209,8 @@ def _load_directly(context: LoadContext, folder: str, index: AtomicIndex, target
     if context.config.mode == "atomic" and not index.topology.is_atomic and context.with_states:
         with context.report.phase("convert"):
             index, context.report.converted = convert_before_load(context, index, target, folder)
-    begin_load_event(context.engine)
+    if context.engine._optimizer_has_ckpt_event_prologue():
+        context.engine.optimizer.checkpoint_event_prologue()
     try:
         context.comm.run(target.prepare)
         with limit_torch():
@@ -263,7 +264,8 @@ def _explain_other_topology(engine: Any, load_dir: str, tag: Any) -> str:
 
     The text is empty if there are none, if files cannot be read, or if the ds_config switches the plugin off.
     """
-    if is_switched_off(engine):
+    config = engine._config
+    if (config._param_dict.get("checkpoint") or {}).get("universal") is False:
         return ""
     try:
         wanted = read_latest(load_dir) if tag is None else str(tag)
@@ -274,7 +276,7 @@ def _explain_other_topology(engine: Any, load_dir: str, tag: Any) -> str:
         return ""
     if not differences:
         return ""
-    late = was_made_before_import(engine)
+    late = not hasattr(config, "ucp_config")
     why = "it was made before deepspeed_ucp was imported" if late else 'its ds_config has no "checkpoint.universal"'
     do = "Import deepspeed_ucp before deepspeed.initialize, with" if late else "Write"
     return (

@@ -20,29 +20,14 @@ from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.testing.capture import CapturedEngine
 from tests.support import fsdp_run
 from tests.support.covering import few
-from tests.support.engines.cases import Case
+from tests.support.engines.cases import Case, NetCase
 from tests.support.engines.driver import Engines
-from tests.support.engines.kinds import take_step
 from tests.support.engines.ranks import Load
 from tests.support.exports import check_same, read_all, save_trained
 from tests.support.foreign import write_dcp
 from tests.synth import Topology
 
 STAGES = (0, 1, 2, 3)
-
-
-@dataclass(frozen=True)
-class Small(Case):
-    """An engine of the model of `fsdp_run`."""
-
-    def make(self, seed: int) -> Any:
-        model, optimizer = fsdp_run.build(seed)
-        return deepspeed.initialize(model=model, optimizer=optimizer, config=self.ds_config)[0]
-
-    @staticmethod
-    def step(engine: Any) -> float:
-        x, y = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(engine.global_steps)).unbind()
-        return take_step(engine, (engine(x) - y[:, :5]).square().mean())
 
 
 @dataclass(frozen=True)
@@ -86,7 +71,7 @@ def test_hyper_parameters_of_an_optimizer_without_states_are_restored(tmp_path: 
     dcp.save({"model": weights, "optim": states}, checkpoint_id=tmp_path / "it", no_dist=True)
     assert main(["convert", str(tmp_path / "it"), str(tmp_path / "atomic")]) == 0
     for folder in (tmp_path / "it", tmp_path / "atomic"):
-        state, messages = load(engines, Small(1, 1, config={"gradient_clipping": 1.0}), folder)
+        state, messages = load(engines, NetCase(1, 1, config={"gradient_clipping": 1.0}), folder)
         assert {held.hyper["lr"] for held in state.parameters.values()} == {0.25}
         for words in ("the saved optimizer kept no states", "records no number of steps", "gradient clipping"):
             assert words in messages
@@ -94,7 +79,7 @@ def test_hyper_parameters_of_an_optimizer_without_states_are_restored(tmp_path: 
     weights, states = get_state_dict(model, adam)
     del states["state"]["second.weight"]
     dcp.save({"model": weights, "optim": states}, checkpoint_id=tmp_path / "bare", no_dist=True)
-    state, messages = load(engines, Small(0, 1), tmp_path / "bare")
+    state, messages = load(engines, NetCase(0, 1), tmp_path / "bare")
     assert "\nsecond.weight: no optimizer state was saved" in messages
     assert [name for name, held in state.parameters.items() if not held.tensors] == ["second.weight"]
 
@@ -140,7 +125,7 @@ def test_a_refused_foreign_checkpoint_leaves_the_engine_unchanged(tmp_path: Path
     flip_tensor(tmp_path / "bin" / "pytorch_model.bin", weights["second.weight"])
     save_file({"first.lora_A.weight": torch.ones(2, 6)}, make("adapter", "lora_A") / "adapter_model.safetensors")
     loads = [Load(str(tmp_path / name), before=2 * (not number)) for number, name in enumerate(wanted)]
-    for words, outcome in zip(wanted.values(), engines.load(Small(2), *loads), strict=True):
+    for words, outcome in zip(wanted.values(), engines.load(NetCase(2), *loads), strict=True):
         outcome.check_refused(*words)
 
 
@@ -172,11 +157,11 @@ def test_a_run_moves_from_deepspeed_to_fsdp2_and_back(tmp_path: Path, engines: E
     A warning names this engine's clipping of gradients, which the format does not record.
     """
     saved, out, there = (str(tmp_path / name) for name in ("saved", "out", "there"))
-    state = engines.save(Small(3, 3), saved, steps=(3,)).state
+    state = engines.save(NetCase(3, 3), saved, steps=(3,)).state
     assert main(["export", saved, out, "--to", "dcp"]) == 0
     ucp_worlds.get(2).run(fsdp_run.copy, out, there)
     for stage in (1, 3):
-        back, messages = load(engines, Small(stage, 1, config={"gradient_clipping": 0.5}), tmp_path / "there")
+        back, messages = load(engines, NetCase(stage, 1, config={"gradient_clipping": 0.5}), tmp_path / "there")
         assert "clips gradients at norm 0.5" in messages
         assert back.parameters.keys() == state.parameters.keys()
         check_same(back.buffers, state.buffers)
@@ -192,7 +177,7 @@ def test_a_run_moves_from_fsdp2_to_deepspeed_and_back(tmp_path: Path, engines: E
     """Two ranks of FSDP2 save, three ranks of ZeRO-3 continue, and one rank restores all states."""
     saved, there, out, back = (str(tmp_path / name) for name in ("saved", "there", "out", "back"))
     ucp_worlds.get(2).run(save_sharded, saved)
-    engines.load(Small(3, 3), Load(saved, again=there))
+    engines.load(NetCase(3, 3), Load(saved, again=there))
     assert main(["export", there, out, "--to", "dcp"]) == 0
     ucp_worlds.get(1).run(fsdp_run.copy, out, back)
     first, last = read_all(Path(saved)), read_all(Path(back))

@@ -66,13 +66,6 @@ def load(engines: Engines, kind: Any, folder: Path) -> Any:
     return outcome.state
 
 
-@pytest.mark.exhaustive  # test_engine_forms.py fuses and splits experts
-def test_a_model_of_the_hub_loads_under_autoep(hub: Any, engines: Engines) -> None:
-    saved = engines.save(hub.Kind(3, model="deepseek"))
-    logits, _ = load(engines, hub.Kind(2, model="deepseek", ep=2), saved.folder)
-    torch.testing.assert_close(logits, saved.state[0], **CLOSE)
-
-
 def test_all_stages_of_a_pipeline_read_a_hub_model_equally(hub: Any, engines: Engines) -> None:
     """Only one stage contains the model with rename rules, but all ranks must read the checkpoint equally."""
     folder = str(engines.save(hub.Stages(1), steps=(1,), after=0).folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -121,23 +122,13 @@ class Quantized(torch.nn.Module):
         return x + self.absmax.mean().to(x.dtype) * 1e-3
 
 
-class Body(torch.nn.Module):
-    """A module whose state dict renames the norm, by a hook."""
-
-    def __init__(self, *, bytes_first: bool) -> None:
-        super().__init__()
-        if bytes_first:
-            self.base = Quantized()
-        self.up = torch.nn.Linear(6, 10)
-        if not bytes_first:
-            self.base = Quantized()
-        self.norm = torch.nn.BatchNorm1d(10)
-        self.frozen = torch.nn.Linear(10, 6)
-        self.frozen.requires_grad_(False)
-        self._register_state_dict_hook(_rename)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.frozen(self.norm(self.up(self.base(x))))
+def make_body(*, bytes_first: bool) -> torch.nn.Module:
+    """Make a module whose state dict renames the norm, by a hook."""
+    first = [("base", Quantized()), ("up", torch.nn.Linear(6, 10))]
+    others = {"norm": torch.nn.BatchNorm1d(10), "frozen": torch.nn.Linear(10, 6).requires_grad_(False)}
+    body = torch.nn.Sequential(OrderedDict([*first[:: 1 if bytes_first else -1], *others.items()]))
+    body._register_state_dict_hook(_rename)
+    return body
 
 
 def _rename(module: Any, state: Any, prefix: str, metadata: Any) -> None:
@@ -150,7 +141,7 @@ class WithHead(torch.nn.Module):
 
     def __init__(self, *, bytes_first: bool) -> None:
         super().__init__()
-        self.pretrained = Body(bytes_first=bytes_first)
+        self.pretrained = make_body(bytes_first=bytes_first)
         self.v_head = torch.nn.Linear(6, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -43,12 +43,7 @@ def check_momentum(saved: Saved, _outcome: Outcome) -> None:
 
 
 ROWS = choose(TARGETS, SOURCES, CHOSEN, check=check_momentum)
-ROWS += [
-    Row(
-        kind, [kind], "own", compared={"direct": (kind.stage, kind.precision) == (3, "bf16")}, exhaustive=kind == OWN[3]
-    )
-    for kind in OWN
-]
+ROWS += [Row(kind, [kind], "own", exhaustive=kind == OWN[3]) for kind in OWN]
 
 
 @pytest.mark.releases

@@ -29,7 +29,6 @@ from tests.support.engines.ranks import (
     Local,
     close,
     files_that_differ,
-    in_memory,
     load_each,
     on_nodes,
     save,
@@ -37,12 +36,7 @@ from tests.support.engines.ranks import (
     wait_for_marks,
 )
 
-CASES = [Case(1, 2, "bf16"), Case(3, 2), Case(0, 2), Case(2, 1, "fp16")]
 MIB_FREE = "deepspeed_ucp.saves.budget.count_free"
-
-
-def saving(case: Case, memory: Path, **options: Any) -> Case:
-    return case.but(config={"checkpoint": in_memory(memory, **options)})
 
 
 # --- on the ranks
@@ -152,19 +146,18 @@ def check_loads(
     return [local for (local,) in answers]
 
 
-@pytest.mark.parametrize("case", params([CASES[3]], CASES, str))
-def test_files_of_a_save_through_memory_equal_deepspeeds(case: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    config, folder = saving(case, tmp_path / "memory").ds_config, str(tmp_path / "saved")
-    # ``test_engine_saves_pairs.py`` compares the files of every kind of engine on two ranks.
-    ucp_worlds.get(case.world).run(save_each, config, folder, TWICE, reference=str(tmp_path / "own"))
+def test_files_of_a_save_through_memory_equal_deepspeeds(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """``test_engine_saves_pairs.py`` compares the files of every kind of engine on two ranks."""
+    config, folder = Case(2, 1, "fp16").saving(tmp_path / "memory").ds_config, str(tmp_path / "saved")
+    ucp_worlds.get(1).run(save_each, config, folder, TWICE, reference=str(tmp_path / "own"))
     check_files(tmp_path, 2)
 
 
-@pytest.mark.parametrize("case", params([CASES[1]], CASES, str))
+@pytest.mark.parametrize("case", params([Case(3, 2)], [Case(1, 2, "bf16")], str))
 def test_saves_at_step_0_in_a_step_and_twice_under_one_tag(case: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    config = {**saving(case, tmp_path / "memory").ds_config, "gradient_accumulation_steps": 2}
+    config = {**case.saving(tmp_path / "memory").ds_config, "gradient_accumulation_steps": 2}
     saves = [Save(0), Save(1, "twice"), Save(1, "twice")]
-    ucp_worlds.get(case.world).run(save_each, config, str(tmp_path / "saved"), saves, reference=str(tmp_path / "own"))
+    ucp_worlds.get(2).run(save_each, config, str(tmp_path / "saved"), saves, reference=str(tmp_path / "own"))
     check_files(tmp_path, 2)
     assert {path.name for path in (tmp_path / "saved").glob("*/")} == {"global_step0", "twice"}
     assert (tmp_path / "saved" / "latest").read_text() == "twice"
@@ -174,9 +167,9 @@ def test_saves_at_step_0_in_a_step_and_twice_under_one_tag(case: Case, tmp_path:
 def test_a_load_takes_the_newest_save_of_memory_and_folder(target: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """In the same topology and in another one; the place counts if memory has no newer save."""
     folder, memory = tmp_path / "saved", tmp_path / "memory"
-    config = saving(Case(1, 2, "bf16"), memory).ds_config
+    config = Case(1, 2, "bf16").saving(memory).ds_config
     states = ucp_worlds.get(2).run(save_each, config, str(folder), TWICE)[0]
-    world, loader = ucp_worlds.get(target.world), saving(target, memory)
+    world, loader = ucp_worlds.get(target.world), target.saving(memory)
     check_loads(world, loader, folder, memory, 1, states[1])
     check_loads(world, loader, folder, folder, 0, states[0], tag="global_step1")
     (folder / "latest").write_text("global_step1")  # the user's choice
@@ -192,33 +185,27 @@ def test_a_load_takes_the_newest_save_of_memory_and_folder(target: Case, tmp_pat
 def test_save_16bit_model_works_while_a_save_is_pending(case: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """It starts and commits a save of the checkpoint engine."""
     zero = {"stage3_gather_16bit_weights_on_model_save": True} if case.stage == 3 else {}
-    config = saving(case.but(zero=zero), tmp_path / "memory").ds_config
+    config = case.but(zero=zero).saving(tmp_path / "memory").ds_config
     assert ucp_worlds.get(2).run(save_weights_too, config, str(tmp_path / "saved")) == [[], []]
     assert (tmp_path / "saved" / "latest").read_text() == "global_step1"
     assert (tmp_path / "saved" / "global_step1" / "ucp_seal.json").exists()
 
 
-def test_a_save_without_room_in_memory_is_written_by_deepspeed(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    config = saving(Case(2, 2), tmp_path / "memory").ds_config
-    ucp_worlds.get(2).run(save_each, config, str(tmp_path / "saved"), [Save(fault="no room")])
-    assert (tmp_path / "saved" / "latest").read_text() == "global_step1"
-    assert not list((tmp_path / "memory").rglob("*_states.pt"))
-
-
-def test_a_save_that_exhausts_memory_is_repeated_by_deepspeed(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """No rank waits for the failed one. The next save uses memory again."""
-    config, saved = saving(Case(1, 2), tmp_path / "memory").ds_config, tmp_path / "saved"
-    ucp_worlds.get(2).run(save_each, config, str(saved), [Save(), Save(fault="runs full"), Save()])
-    assert {path.name for path in saved.glob("global_step*")} >= {"global_step2", "global_step3"}
-    assert not (saved / "global_step2" / "ucp_seal.json").exists()
-    assert (saved / "global_step3" / "ucp_seal.json").exists()
-    assert (saved / "latest").read_text() == "global_step3"
+def test_a_save_that_does_not_fit_into_memory_is_written_by_deepspeed(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """No rank waits for one that exhausts memory. The next save uses memory again."""
+    config, saved = Case(1, 2).saving(tmp_path / "memory").ds_config, tmp_path / "saved"
+    saves = [Save(fault="no room"), Save(), Save(fault="runs full"), Save()]
+    ucp_worlds.get(2).run(save_each, config, str(saved), saves)
+    sealed = {path.name: (path / "ucp_seal.json").exists() for path in saved.glob("global_step*")}
+    assert not sealed.pop("global_step1", True)
+    assert (sealed["global_step3"], sealed["global_step4"]) == (False, True)
+    assert (saved / "latest").read_text() == "global_step4"
 
 
 def test_each_node_has_its_part_of_a_save_in_memory(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """All nodes together have the newest save; without one of them the load uses the place."""
     folder, memory, variable = tmp_path / "saved", tmp_path / "memory", Path("$NODE_MEMORY")
-    config, loader = saving(Case(1, 2, "bf16"), variable).ds_config, saving(Case(3, 2), variable)
+    config, loader = Case(1, 2, "bf16").saving(variable).ds_config, Case(3, 2).saving(variable)
     world = ucp_worlds.get(2)
     states = world.run(on_nodes, save_each, str(memory), config, str(folder), TWICE)[0]
     parts = [{path.name for path in (memory / f"node{node}").rglob("*_states.pt")} for node in range(2)]
@@ -251,11 +238,11 @@ def test_saves_to_node_local_folders_do_not_use_memory(tmp_path: Path, ucp_world
 def test_a_save_survives_the_loss_of_a_node(lost: int, tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """Its neighbour has a copy: fewer ranks, or a new empty node, resume without the folder."""
     folder, memory, variable = tmp_path / "saved", tmp_path / "memory", Path("$NODE_MEMORY")
-    config = saving(Case(1, 2, "bf16"), variable, copies=1).ds_config
+    config = Case(1, 2, "bf16").saving(variable, copies=1).ds_config
     states = ucp_worlds.get(2).run(on_nodes, save_each, str(memory), config, str(folder), TWICE)[0]
     shutil.rmtree(folder)
     for target in few([Case(3, 2), Case(1, 2, "bf16")], 1):
-        loader = saving(target, variable)
+        loader = target.saving(variable)
         ranks = check_loads(ucp_worlds.get(2), loader, folder, memory, 1, states[1], memory=memory)
         assert (
             sum(rank.bytes_read for rank in ranks) <= 1.02 * ranks[0].state_bytes
@@ -266,26 +253,13 @@ def test_a_save_survives_the_loss_of_a_node(lost: int, tmp_path: Path, ucp_world
         shutil.rmtree(memory / "node1", ignore_errors=True)
         shutil.copytree(memory / "left", memory / "node0", dirs_exist_ok=True)
         world = ucp_worlds.get(target.world)
-        check_loads(world, saving(target, variable), folder, memory, 1, states[1], memory=memory)
+        check_loads(world, target.saving(variable), folder, memory, 1, states[1], memory=memory)
 
 
-@pytest.mark.exhaustive
-def test_one_of_three_nodes_may_be_lost(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """If two neighbours are lost, the load uses the folder."""
-    folder, memory, variable = tmp_path / "saved", tmp_path / "memory", Path("$NODE_MEMORY")
-    config, loader = saving(Case(3, 3), variable, copies=1).ds_config, saving(Case(1, 2), variable)
-    states = ucp_worlds.get(3).run(on_nodes, save_each, str(memory), config, str(folder), TWICE)[0]
-    shutil.rmtree(memory / "node1")
-    (memory / "node2").rename(memory / "node1")
-    for place in (memory, folder):
-        check_loads(ucp_worlds.get(2), loader, folder, place, 1, states[1], memory=memory)
-        shutil.rmtree(memory / "node0")
-
-
-@pytest.mark.parametrize("case", params(CASES[:2], CASES, str))
+@pytest.mark.parametrize("case", params([Case(1, 2, "bf16"), Case(3, 2)], [Case(0, 2), Case(2, 1, "fp16")], str))
 def test_a_new_engine_logs_the_expected_memory_of_saves(case: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """It includes states that the first step creates, without counters of steps."""
-    config, world = saving(case, tmp_path / "memory").ds_config, ucp_worlds.get(case.world)
+    config, world = case.saving(tmp_path / "memory").ds_config, ucp_worlds.get(case.world)
     answers = world.run(forecast, config, 1 << 30)
     message = f"a save takes about 0 MiB of {tmp_path / 'memory'} on a node, where 1,024 MiB are free"
     assert [each[0] for each in answers] == [message, *[""] * (case.world - 1)]

@@ -27,13 +27,9 @@ from deepspeed_ucp.testing.compare import compare
 from deepspeed_ucp.testing.ranks import train as train_steps
 from tests.support.engines.cases import BATCH, FEATURES, Case, make_engine, train_engine
 from tests.support.engines.parallel import pipe
-from tests.support.engines.ranks import Load, close, in_memory, load_each, wait_for_marks
+from tests.support.engines.ranks import Load, close, load_each, wait_for_marks
 
 SAMPLES = 3 * BATCH
-
-
-def saving(case: Case, memory: Path) -> dict[str, Any]:
-    return case.but(config={"checkpoint": in_memory(memory)}).ds_config
 
 
 # --- on the ranks
@@ -200,13 +196,13 @@ def train_pipeline(make: Any, folder: str) -> tuple[list[int], dict[int, Capture
 def test_a_run_resumes_from_a_snapshot(source: Case, target: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """Samples and random numbers continue, too. A save of the script to the folder replaces a snapshot."""
     folder, elsewhere = str(tmp_path / "saved"), str(tmp_path / "elsewhere")
-    config, saves = saving(source, tmp_path / "memory"), {2: folder, 6: elsewhere}
+    config, saves = source.saving(tmp_path / "memory").ds_config, {2: folder, 6: elsewhere}
     whole = ucp_worlds.get(2).run(train, config, folder, 7, every=2, seed=1, saves=saves)
     assert [each.taken for each in whole] == [[4, 6]] * 2
     wait_for_marks(folder)
     assert [path.name for path in (tmp_path / "saved").glob("*_step*")] == ["global_step2"]
     assert (tmp_path / "elsewhere" / "latest").read_text() == "global_step6"
-    world, config = ucp_worlds.get(target.world), saving(target, tmp_path / "memory")
+    world, config = ucp_worlds.get(target.world), target.saving(tmp_path / "memory").ds_config
     for rank, each in enumerate(world.run(train, config, folder, 1, every=5, seed=2)):
         assert (each.step, each.client_state, each.taken) == (6, {"ended": 6}, [])
         assert compare(whole[0].states[6], each.begun)[1] == []
@@ -228,24 +224,30 @@ def test_a_run_resumes_from_a_snapshot(source: Case, target: Case, tmp_path: Pat
 def test_all_ranks_take_snapshots_by_one_clock(
     seconds: dict[int, float], taken: list[int], tmp_path: Path, ucp_worlds: WorldPool
 ) -> None:
-    work = train_by_the_clock, saving(Case(1, 2), tmp_path / "memory"), str(tmp_path / "saved"), seconds, taken[-1] + 1
+    work = (
+        train_by_the_clock,
+        Case(1, 2).saving(tmp_path / "memory").ds_config,
+        str(tmp_path / "saved"),
+        seconds,
+        taken[-1] + 1,
+    )
     assert ucp_worlds.get(2).run(*work) == [taken] * 2
 
 
 def test_a_signaled_job_saves_only_once(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    work = train_until_signaled, saving(Case(1, 2), tmp_path / "memory"), str(tmp_path / "saved")
+    work = train_until_signaled, Case(1, 2).saving(tmp_path / "memory").ds_config, str(tmp_path / "saved")
     assert ucp_worlds.get(2).run(*work) == [[2, 6]] * 2
     assert (tmp_path / "saved" / "latest").read_text() == "global_step4"
 
 
 def test_snapshots_are_taken_at_step_ends_if_the_engine_is_not_called(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    config = saving(Case(1, 2), tmp_path / "memory")
+    config = Case(1, 2).saving(tmp_path / "memory").ds_config
     assert ucp_worlds.get(2).run(call_the_module, config, str(tmp_path)) == [[3, 5]] * 2
 
 
 def test_training_continues_if_a_snapshot_fails(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """The folder remains empty, and each cause is logged once."""
-    work = train_without_room, saving(Case(1, 2), tmp_path / "memory"), str(tmp_path / "saved")
+    work = train_without_room, Case(1, 2).saving(tmp_path / "memory").ds_config, str(tmp_path / "saved")
     (taken, warnings), (_, others) = ucp_worlds.get(2).run(*work)
     assert taken == [2, 4, 6] and others == []
     assert len(warnings) == 2 and "no snapshot of step 2" in warnings[0] and "MiB are free" in warnings[0]
@@ -255,8 +257,7 @@ def test_training_continues_if_a_snapshot_fails(tmp_path: Path, ucp_worlds: Worl
 
 @pytest.mark.exhaustive
 def test_stages_of_a_pipeline_take_snapshots_at_the_same_step(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    config = {"checkpoint": in_memory(tmp_path / "memory")}
-    make = pipe(1, 2, method="uniform", world=2, model="EBBH", config=config).training()
+    make = pipe(1, 2, method="uniform", world=2, model="EBBH").saving(tmp_path / "memory").training()
     world, folder = ucp_worlds.get(2), str(tmp_path / "saved")
     runs = world.run(train_pipeline, make, folder)
     for (taken, states), (local,) in zip(runs, world.run(load_each, make, [Load(folder)]), strict=True):

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_ucp.testing import (
-    Launch,
     ResumeReport,
     World,
     WorldFailure,
@@ -265,12 +264,6 @@ def state_of(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return ""
-
-
-def test_launch_is_a_frozen_value() -> None:
-    assert Launch(2) == Launch(2, {})
-    with pytest.raises(AttributeError):
-        Launch(2).world_size = 3  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("world_size", [0, -1])

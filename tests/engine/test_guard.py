@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ucp.engine.guard import block_methods, release
+from deepspeed_ucp.engine.guard import block_engine, release
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import CheckpointError
 
@@ -23,12 +23,9 @@ class Engine:
 
 def test_a_blocked_engine_raises_until_it_is_released() -> None:
     engine = Engine()
-    block_methods(engine)
-    assert vars(engine).keys() <= {"_ucp_state"}  # not blocked
-    find_state(engine).broken = "it holds a part of the checkpoint"
-    block_methods(engine)
+    assert block_engine(engine, OSError("gone."), with_states=True) == find_state(engine).broken
     for use in (engine.step, lambda: engine.save_checkpoint("here", tag="t")):
-        with pytest.raises(CheckpointError, match="a part of the checkpoint"):
+        with pytest.raises(CheckpointError, match="gone.*a part of the checkpoint"):
             use()
     assert not hasattr(engine, "train_batch")
     release(engine)
@@ -41,8 +38,7 @@ def test_release_restores_a_method_that_the_script_has_replaced() -> None:
     engine: Any = Engine()
     engine.step = script_step = lambda: "the script's"
     for text in ("once", "twice"):
-        find_state(engine).broken = text
-        block_methods(engine)
+        block_engine(engine, OSError(text), with_states=False)
     with pytest.raises(CheckpointError, match="twice"):
         engine.step()
     release(engine)

@@ -163,7 +163,7 @@ def test_an_error_of_one_rank_in_a_load_from_memory_does_not_fall_back() -> None
         def load(error: CheckpointError, size: int = 1) -> object:
             comm.size = size
             return hook._load_from_memory(
-                Engine(), "destination", None, config, lambda *_: failing.fail(error), mock.Mock(), comm
+                Engine(), "destination", None, config, lambda *_, **__: failing.fail(error), mock.Mock(), comm
             )
 
         assert load(CheckpointError("alone")) is None and failing.held == 0

@@ -19,7 +19,8 @@ from test_trainers_hf import choose
 from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.formats.foreign.names import MODEL_FOLDER, OPTIMIZER_FOLDER
 from deepspeed_ucp.testing import World, WorldPool
-from tests.support.engines import foreign_run
+from tests.support.engines.cases import NetCase
+from tests.support.engines.ranks import Load, load_each
 from tests.support.exports import check_same, read_all
 
 pytest.importorskip("accelerate")
@@ -86,7 +87,10 @@ def read_folders(folder: Path) -> dict[str, Any]:
 def check_engines(world: World, folder: Path, tree: dict[str, Any], beside: str, **options: Any) -> None:
     """Load a folder of FSDP at ZeRO 1 and 3; compare with torch's states to the bit, and the names of unread files."""
     groups = {name: group for group in tree["optim"]["param_groups"] for name in group["params"]}
-    for state, heard in world.run(foreign_run.go_on, str(folder), (1, 3), **options)[0]:
+    for stage in (1, 3):
+        work = load_each, NetCase(stage, 1).on(**options).training(1), [Load(str(folder))]
+        ((local,),) = world.run(*work)
+        state = local.state
         assert set(state.parameters) | set(state.buffers) == set(tree["model"])
         held = {name: each.fp32 for name, each in state.parameters.items()} | state.buffers
         check_same(held, {name: tree["model"][name].to(held[name].dtype) for name in held})
@@ -97,7 +101,7 @@ def check_engines(world: World, folder: Path, tree: dict[str, Any], beside: str,
             for key in ("lr", "betas", "eps", "weight_decay"):
                 assert each.hyper[key] == groups[name][key]
         assert state.counters["global_steps"] == 3
-        assert any(f"neither model nor optimizer: {beside}." in line for line in heard)
+        assert any(f"neither model nor optimizer: {beside}." in line for _, line in local.log)
 
 
 def check_llama(world: World, sharded: Path, full: Path) -> None:

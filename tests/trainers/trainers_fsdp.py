@@ -12,13 +12,14 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from trainers_common import choose_gloo, make_config
 
 from deepspeed_ucp.testing.capture import CapturedEngine, capture
 from tests.support import fsdp_run
-from tests.support.engines import foreign_run
+from tests.support.engines.cases import Case
 from tests.support.engines.letters import group
 from tests.support.engines.ranks import listen
 
@@ -134,7 +135,7 @@ def train(
     from transformers import Trainer, TrainingArguments
 
     with choose("MULTI_CPU" if how == "deepspeed" else "MULTI_GPU"):
-        deepspeed = make_config(2, gradient_clipping=1.0)
+        config = make_config(2, gradient_clipping=1.0)
         fsdp = {"version": 2, "state_dict_type": f"{how}_STATE_DICT", "cpu_ram_efficient_loading": False}
         args = TrainingArguments(
             output_dir=folder,
@@ -148,7 +149,7 @@ def train(
             logging_steps=1,
             report_to=[],
             disable_tqdm=True,
-            **({"deepspeed": deepspeed} if how == "deepspeed" else {"fsdp": True, "fsdp_config": fsdp}),
+            **({"deepspeed": config} if how == "deepspeed" else {"fsdp": True, "fsdp_config": fsdp}),
         )
         trainer = Trainer(model=make_adapted() if lora else make_llama(), args=args, train_dataset=Letters())
         trainer.train(resume_from_checkpoint=resume)
@@ -164,7 +165,8 @@ def load_llama(folders: list[str], stages: tuple[int, ...]) -> list[tuple[Captur
     for folder in folders:
         for stage in stages:
             model = make_llama(seed=1)
-            engine = foreign_run.make_engine(model, torch.optim.AdamW(group(model), lr=1e-2), stage)
+            optimizer, config = torch.optim.AdamW(group(model), lr=1e-2), Case(stage, 1).on().ds_config
+            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
             with listen() as heard:
                 engine.load_checkpoint(folder)
             found.append((capture(engine), [text for _, text in heard]))

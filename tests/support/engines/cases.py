@@ -16,7 +16,8 @@ from deepspeed_ucp.testing import Launch
 from deepspeed_ucp.testing.capture import CapturedEngine, capture
 from deepspeed_ucp.testing.compare import compare
 from tests.releases import DEEPSPEED, find_reason
-from tests.support.engines.kinds import Kind, allow_fp16_on_cpu, forget_autocast
+from tests.support import fsdp_run
+from tests.support.engines.kinds import Kind, allow_fp16_on_cpu, forget_autocast, take_step
 from tests.support.engines.models import MODELS, OPTIMIZERS, param_groups
 
 BATCH = 60  # samples per step; 1, 2, 3, 4, 5 and 6 ranks share them evenly
@@ -69,6 +70,20 @@ class Case(Kind):
         ours, theirs = (each.but(config={**each.config, "checkpoint": {}}) for each in (self, source))
         same = ours == theirs or (source.stage == self.stage == 0 and source.precision == self.precision)
         return not (same and not (source.stage == 0 and source.precision == "bf16" and BF16_WITHOUT_ZERO))
+
+
+@dataclass(frozen=True)
+class NetCase(Case):
+    """Data parallelism of the model of `fsdp_run`."""
+
+    def make(self, seed: int) -> Any:
+        model, optimizer = fsdp_run.build(seed)
+        return deepspeed.initialize(model=model, optimizer=optimizer, config=self.ds_config)[0]
+
+    @staticmethod
+    def step(engine: Any) -> float:
+        x, y = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(engine.global_steps)).unbind()
+        return take_step(engine, (engine(x) - y[:, :5]).square().mean())
 
 
 def saves_states(stage: int, precision: str) -> bool:

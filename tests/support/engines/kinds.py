@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -97,6 +98,10 @@ class Kind:
     def on(self, **options: Any) -> Any:
         """Return the kind with the plugin on, with these options."""
         return self.but(config={**self.config, "checkpoint": {"universal": options or True}})
+
+    def saving(self, memory: Path, **options: Any) -> Any:
+        """Return the kind with saves into a memory folder."""
+        return self.on(save={"memory": str(memory), "wait_s": 240, **options})
 
     def live(self) -> Any:
         """Return the kind with the plugin on, unless its configuration turns it off."""

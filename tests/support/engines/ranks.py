@@ -294,11 +294,6 @@ def with_options(options: dict[str, Any], work: Callable[..., Any], *args: Any, 
 # --- saves through memory
 
 
-def in_memory(memory: Path, **options: Any) -> dict[str, Any]:
-    """Return the ``checkpoint`` section of a ds_config for saves into a memory folder."""
-    return {"universal": {"save": {"memory": str(memory), "wait_s": 240, **options}}}
-
-
 def close(engine: Any) -> None:
     """End an engine like a preempted process: its saves stay in memory for the next load."""
     saver = find_state(engine).saver
