@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -73,20 +72,6 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
         buffer.unlink(missing_ok=True)
 
 
-def launch(command: list[str], environment: dict[str, str], folder: Path) -> tuple[int, str]:
-    """Run a launcher in a new session, which ends with the test."""
-    with subprocess.Popen(
-        command, env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    ) as process:  # fmt: skip
-        try:
-            output, _ = process.communicate(timeout=500)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-    return process.returncode, output
-
-
 @pytest.mark.exhaustive  # test_startup.py has the start, test_engine_saves_pairs.py engines with the variable
 @pytest.mark.timeout(600)  # DeepSpeed compiles at the first time
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -109,9 +94,12 @@ def test_an_unchanged_script_resumes_under_every_launcher(
     config = tmp_path / "ds_config.json"
     config.write_text(json.dumps(ds_config))
     arguments = ["--deepspeed_config", str(config), "--checkpoints", str(checkpoint)]
-    code, output = launch([*command, SCRIPT, *arguments], environment, tmp_path)
+    streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command += [SCRIPT, *arguments]
+    done = subprocess.run(command, check=False, env=environment, cwd=tmp_path, timeout=500, **streams)
+    output = done.stdout
     found = [json.loads(line.split("FOUND ", 1)[1]) for line in output.splitlines() if "FOUND " in line]
-    assert code == 0 and len(found) == 1, output[-4000:]
+    assert done.returncode == 0 and len(found) == 1, output[-4000:]
     assert found[0]["direct"] is True
     assert (found[0]["world"], found[0]["steps"]) == (ranks, 6)
     assert (found[0]["main"], found[0]["file"]) == ("__main__", Path(SCRIPT).name)

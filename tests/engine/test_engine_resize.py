@@ -28,6 +28,7 @@ ROWS, WIDER = 11, 14
 """Rows of the saved vocabulary, the only ones that batches and losses use, and of a larger one."""
 
 VOCABULARY = r"(embed|head)\..*"
+LIVE = {"resize": [{"match": VOCABULARY, "new": "live"}]}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -82,12 +83,6 @@ class Vocabulary(Case):
         return take_step(engine, nn.functional.cross_entropy(scores[:, :ROWS].float(), batch[:, 4]))
 
 
-def load(engines: Engines, kind: Vocabulary, *folders: Path, **options: Any) -> list[Outcome]:
-    """Load one folder after the other, and continue training if the vocabulary is unchanged."""
-    loads = [Load(str(folder), steps=2 * (kind.rows >= ROWS)) for folder in folders]
-    return engines.load(kind, *loads, read_before=True, **options)
-
-
 def check_losses(saved: Saved, outcome: Outcome) -> None:
     assert outcome.losses == pytest.approx(saved.losses, rel=outcome.kind.find_tolerance(saved.kind))
 
@@ -103,18 +98,13 @@ def find_mean(weight: Tensor) -> Tensor:
     return torch.from_numpy(np.asarray(sum(weight.numpy().astype(np.float64)) / len(weight))).float()
 
 
-def grow(saved: CapturedEngine, live: CapturedEngine, rows: int, new: str) -> dict[str, dict[str, Tensor]]:
-    """Return masters and states of a vocabulary of so many rows, by name."""
+def grow(saved: CapturedEngine, live: CapturedEngine) -> dict[str, dict[str, Tensor]]:
+    """Return masters and states of a larger vocabulary, by name: new rows keep the live masters, and have no states."""
     found = {name: list_states(each) for name, each in saved.parameters.items()}
-    kept = min(rows, ROWS)
     for name in (name for name in found if name.startswith(("embed", "head"))):
         for state, value in found[name].items():
-            added = torch.zeros(rows - kept, *value.shape[1:])
-            if state == "fp32" and new == "live":
-                added = list_states(live.parameters[name])["fp32"][kept:]
-            elif state == "fp32" and new == "mean":
-                added = find_mean(value[:kept]).expand_as(added)
-            found[name][state] = torch.cat([value[:kept], added])
+            new = list_states(live.parameters[name])[state][ROWS:]
+            found[name][state] = torch.cat([value, new if state == "fp32" else torch.zeros_like(new)])
     return found
 
 
@@ -127,48 +117,28 @@ def check(state: CapturedEngine, wanted: Mapping[str, Mapping[str, Tensor]], pre
         assert each.scalars["step"] == STEPS[0]
 
 
-def make_kinds(rows: int, new: str, **rule: Any) -> list[Vocabulary]:
-    patterns = {"resize": [{"match": VOCABULARY, "new": new, **rule}]}
-    every = [(0, "fp32"), (1, "bf16"), (2, "fp16"), (3, "bf16"), (0, "bf16"), (3, "fp32")]
-    found = [Vocabulary(stage, 2, precision, rows, patterns) for stage, precision in every]
-    return [*found, Vocabulary(2, 2, "fp32", rows, patterns, zero=ON_CPU)]
-
-
 def test_a_vocabulary_grows_at_every_stage(tmp_path: Path, engines: Engines) -> None:
     """New rows keep the live model's values, also in an engine that has trained, and after a failed load.
 
-    Engines with partitioned masters always run, below ZeRO 3 and at it. `test_new_rows_by_other_rules` has whole ones.
+    ``tests/load/test_resize.py`` has the other rules. Engines with whole masters and with partitioned ones always run.
     """
-    damaged, saved = tmp_path / "damaged", engines.saved(Vocabulary(1))
+    tied = {"tied": True}
+    damaged, saved = tmp_path / "damaged", engines.saved(Vocabulary(1), **tied)
     shutil.copytree(saved.folder, damaged)
     spoil(next(damaged.glob("*/*optim_states.pt")))
-    kinds = make_kinds(WIDER, "live")
-    for kind in kinds if is_exhaustive() else kinds[1:4:2]:
-        first, failed, again = load(engines, kind, saved.folder, damaged, saved.folder)
+    every = [(0, "fp32"), (1, "bf16"), (3, "bf16"), (2, "fp16"), (0, "bf16"), (3, "fp32")]
+    kinds = [Vocabulary(stage, 2, precision, WIDER, LIVE) for stage, precision in every]
+    kinds += [Vocabulary(2, 2, "fp32", WIDER, LIVE, zero=ON_CPU)]
+    loads = [Load(str(folder), steps=2) for folder in (saved.folder, damaged, saved.folder)]
+    for kind in kinds if is_exhaustive() else kinds[:3]:
+        first, failed, again = engines.load(kind, *loads, read_before=True, **tied)
         for each in (first, again):
-            check(each.state, grow(saved.state, each.ranks[0].before, WIDER, "live"), kind.precision)
+            check(each.state, grow(saved.state, each.ranks[0].before), kind.precision)
             check_losses(saved, each)
             rows, states = [line for line in each.list_messages("WARNING") if line.startswith("resize")]
-            assert rows.startswith("resize: embed.weight, head.bias, head.weight: 11 → 14: 3 new rows keep the live")
+            assert rows.startswith("resize: embed.weight, head.bias: 11 → 14: 3 new rows keep the live")
             assert states.startswith("resize: the optimizer states of new rows are zero under the old step count")
         failed.check_refused("CRC32")
-
-
-def test_new_rows_by_other_rules(engines: Engines) -> None:
-    """The rules: mean of the saved rows (equal at every stage), zero, removal of the last rows, and no rule."""
-    tied = {"tied": True}
-    saved = engines.saved(Vocabulary(3), **tied)
-    kinds = [*make_kinds(WIDER, "mean")[:4:3], *make_kinds(WIDER, "zero")[2:3]]
-    for kind in [*kinds, *make_kinds(7, "live", shrink=True)[:4:3]]:
-        (each,) = load(engines, kind, saved.folder, **tied)
-        assert not each.errors, each.errors[0]
-        new = kind.patterns["resize"][0]["new"]
-        check(each.state, grow(saved.state, each.ranks[0].before, kind.rows, new), kind.precision)
-        if kind.rows > ROWS:
-            check_losses(saved, each)
-    (refused,) = load(engines, Vocabulary(1, rows=WIDER), saved.folder, **tied)
-    rule = r'"resize": [{"match": "embed\\.weight|head\\.bias"}]'
-    refused.check_refused("(11, 6) in the checkpoint, (14, 6) in the model", rule)
 
 
 def test_the_plugin_resizes_a_frozen_vocabulary_in_an_unchanged_topology(engines: Engines) -> None:
@@ -176,7 +146,8 @@ def test_the_plugin_resizes_a_frozen_vocabulary_in_an_unchanged_topology(engines
     frozen, rules = {"frozen": True}, {"resize": [{"match": VOCABULARY, "new": "mean"}]}
     saved = engines.saved(Vocabulary(1, 2, "bf16"), **frozen)
     for stage in (1, 3):
-        (each,) = load(engines, Vocabulary(stage, 2, "bf16", WIDER, rules), saved.folder, **frozen)
+        kind, load = Vocabulary(stage, 2, "bf16", WIDER, rules), Load(str(saved.folder), steps=2)
+        (each,) = engines.load(kind, load, **frozen)
         assert not each.errors, each.errors[0]
         for name, held in each.state.parameters.items():
             before = saved.state.parameters[name].value

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_ucp.testing import (
+    Launch,
     ResumeReport,
     World,
     WorldFailure,
@@ -27,25 +28,31 @@ from deepspeed_ucp.testing import (
 )
 from deepspeed_ucp.testing.capture import CapturedEngine, CapturedParameter
 from deepspeed_ucp.testing.compare import compare
-from tests.support.engines.cases import Case, train
+from tests.support.engines.cases import Case, make_engine, train_engine
 from tests.support.until import wait_until
 
-SOURCE, TARGET, PLAIN = Case(1, 2), Case(3, 1), partial(train, model="plain")
+SOURCE, TARGET = (Launch(case.world, case.ds_config) for case in (Case(1, 2), Case(3, 1)))
+
+
+def train(ds_config: dict[str, Any], model: str = "plain", **options: Any) -> Generator[Any, None, None]:
+    """Yield an engine, then the loss of each step."""
+    engine = make_engine(ds_config, model, **options)
+    yield engine
+    yield from train_engine(engine)
 
 
 @pytest.mark.releases
 @pytest.mark.engine_smoke
 def test_the_resume_equivalence_fixture_reports_no_difference(resume_equivalence: Callable[..., ResumeReport]) -> None:
-    report = resume_equivalence(PLAIN, source=SOURCE.launch, target=TARGET.launch, steps=(2, 2))
+    report = resume_equivalence(train, source=SOURCE, target=TARGET, steps=(2, 2))
     assert (report.parameters, report.states, report.direct) == (4, 16, True)
     assert len(report.reference_losses) == len(report.resumed_losses) == 2
     assert 0 <= report.max_loss_gap < 1e-5
 
 
 def test_a_launch_may_be_a_dict_with_a_folder(ucp_worlds: WorldPool) -> None:
-    launches = [{"world_size": case.world, "ds_config": case.ds_config} for case in (SOURCE, TARGET)]
-    source, target = launches
-    report = assert_resume_equivalent(PLAIN, source=source, target=target, worlds=ucp_worlds)
+    source, target = map(vars, (SOURCE, TARGET))
+    report = assert_resume_equivalent(train, source=source, target=target, worlds=ucp_worlds)
     assert report.direct
 
 
@@ -102,7 +109,7 @@ def test_resume_equivalence_finds_spoiled_state(
     spoil: str, words: tuple[str, ...], resume_equivalence: Callable[..., ResumeReport]
 ) -> None:
     with pytest.raises(AssertionError) as caught:
-        resume_equivalence(partial(spoiled, spoil=spoil), source=SOURCE.launch, target=TARGET.launch, steps=(2, 1))
+        resume_equivalence(partial(spoiled, spoil=spoil), source=SOURCE, target=TARGET, steps=(2, 1))
     for word in words:
         assert word in str(caught.value)
 

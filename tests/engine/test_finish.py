@@ -80,14 +80,6 @@ def make_schedule(kind: Any, *settings: Any) -> Any:
     return kind(torch.optim.SGD([torch.zeros(1)], lr=1.0), *settings)
 
 
-@pytest.mark.parametrize(("saved", "live"), [(WarmupLR, StepLR), (StepLR, WarmupLR)])
-def test_a_schedule_of_another_kind_is_refused(saved: Any, live: Any) -> None:
-    """Torch would add unknown attributes and begin the schedule again; DeepSpeed would fail in the middle."""
-    schedules = {kind: make_schedule(kind, *((2,) if kind is StepLR else ())) for kind in (saved, live)}
-    with pytest.raises(MismatchError, match=f"of another kind.*this run's {live.__name__}.*load_lr_scheduler_states"):
-        check_scheduler(SimpleNamespace(lr_scheduler=schedules[live]), {"lr_scheduler": schedules[saved].state_dict()})
-
-
 @pytest.mark.parametrize(
     ("kind", "saved", "live", "text"),
     [

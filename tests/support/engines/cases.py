@@ -12,10 +12,9 @@ import torch
 from packaging.version import Version
 from torch.optim.lr_scheduler import LambdaLR
 
-from deepspeed_ucp.testing import Launch
 from deepspeed_ucp.testing.capture import CapturedEngine, capture
 from deepspeed_ucp.testing.compare import compare
-from tests.releases import DEEPSPEED, find_reason
+from tests.releases import DEEPSPEED
 from tests.support import fsdp_run
 from tests.support.engines.kinds import Kind, allow_fp16_on_cpu, forget_autocast, take_step
 from tests.support.engines.models import MODELS, OPTIMIZERS, param_groups
@@ -26,18 +25,12 @@ MIXED: dict[str, Any] = {"scheduler": True}
 SMALL: dict[str, Any] = {"model": "plain", "scheduler": True}
 """Options of `make` for most tests, which therefore share saved runs."""
 
-BF16_WITHOUT_ZERO = Version("0.17.6") > DEEPSPEED
-
 
 @dataclass(frozen=True)
 class Case(Kind):
     """Data parallelism."""
 
     batch: ClassVar[int] = BATCH
-
-    @property
-    def launch(self) -> Launch:
-        return Launch(self.world, self.ds_config)
 
     @property
     def ds_config(self) -> dict[str, Any]:
@@ -69,7 +62,7 @@ class Case(Kind):
         """
         ours, theirs = (each.but(config={**each.config, "checkpoint": {}}) for each in (self, source))
         same = ours == theirs or (source.stage == self.stage == 0 and source.precision == self.precision)
-        return not (same and not (source.stage == 0 and source.precision == "bf16" and BF16_WITHOUT_ZERO))
+        return not (same and not (source.stage == 0 and source.precision == "bf16" and Version("0.17.6") > DEEPSPEED))
 
 
 @dataclass(frozen=True)
@@ -86,26 +79,21 @@ class NetCase(Case):
         return take_step(engine, (engine(x) - y[:, :5]).square().mean())
 
 
-def saves_states(stage: int, precision: str) -> bool:
-    """Return True if the release saves the optimizer's states."""
-    return find_reason(f"saves/zero{stage}-{precision}") is None
-
-
 def make(case: Case, seed: int, **options: Any) -> Any:
     return make_engine(case.ds_config, seed=seed, **options)
 
 
 def step(engine: Any) -> float:
-    return next(train_engine(engine))
+    loss = compute_loss(engine)
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
 
 
 def train_engine(engine: Any) -> Generator[float, None, None]:
     """Yield the loss of each step."""
     while True:
-        loss = compute_loss(engine)
-        engine.backward(loss)
-        engine.step()
-        yield loss.item()
+        yield step(engine)
 
 
 def compute_loss(engine: Any) -> torch.Tensor:
@@ -148,13 +136,6 @@ def make_engine(
         schedule = LambdaLR(inner, lambda step: 1.0 / (1 + step))
     engine, *_ = deepspeed.initialize(model=module, optimizer=inner, lr_scheduler=schedule, config=ds_config, mpu=mpu)
     return engine
-
-
-def train(ds_config: dict[str, Any], *args: Any, **options: Any) -> Generator[Any, None, None]:
-    """Yield the engine of `make_engine`, then the loss of each step."""
-    engine = make_engine(ds_config, *args, **options)
-    yield engine
-    yield from train_engine(engine)
 
 
 def build_op(name: str) -> None:

@@ -272,7 +272,6 @@ class Engines:
         self,
         kind: Kind,
         *loads: object,
-        arguments: Mapping[str, Any] | None = None,
         plugin: bool = True,
         read_before: bool = False,
         **options: Any,
@@ -281,29 +280,28 @@ class Engines:
 
         Args:
             loads: a folder (two steps follow its load), a saved run or a `Load`.
-            arguments: of `load_checkpoint` for all loads of folders.
             options: of the kind's ``make``.
         """
         self.build(options.get("optimizer") or kind.operator)
-        made = [each if isinstance(each, Load) else self.make_load(each, arguments) for each in loads]
+        made = [each if isinstance(each, Load) else self.make_load(each) for each in loads]
         training = (kind.live() if plugin else kind).training(77, str(self._make_folder()), **options)
         more = {"read": kind.read, "read_before": read_before, "catch": True}
         answers = self.get(kind).run(load_each, training, made, plugin, **more)
         return [Outcome(kind, each) for each in zip(*answers, strict=True)]
 
-    def make_load(self, folder: object, arguments: Mapping[str, Any] | None = None, **more: Any) -> Load:
+    def make_load(self, folder: object) -> Load:
         """Make the load of a folder or a saved run, followed by as many steps as the run has trained."""
         if isinstance(folder, Saved):
-            return Load(str(folder.folder), dict(arguments or {}), steps=0 if arguments else len(folder.losses), **more)
-        return Load(str(folder), dict(arguments or {}), steps=STEPS[1], **more)
+            return Load(str(folder.folder), steps=len(folder.losses))
+        return Load(str(folder), steps=STEPS[1])
 
     def resume(self, row: Row, subtests: pytest.Subtests) -> list[Outcome]:
         """Load all sources of a row in one engine; each is a subtest."""
         sources = [each if isinstance(each, Source) else Source(each) for each in row.sources]
         runs = [self.saved(source, **row.options) for source in sources]
         loads = [
-            self.make_load(run, source.arguments, unreadable=source.unreadable)
-            for source, run in zip(sources, runs, strict=True)
+            Load(str(run.folder), dict(each.arguments), each.unreadable, steps=0 if each.arguments else len(run.losses))
+            for each, run in zip(sources, runs, strict=True)
         ]
         outcomes = self.load(row.target, *loads, **{**row.options, **row.live})
         for source, run, outcome in zip(sources, runs, outcomes, strict=True):
