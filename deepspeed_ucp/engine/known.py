@@ -28,7 +28,7 @@ KNOWN: dict[tuple[str, int], frozenset[str]] = {
 }
 """Known options of an engine by optimizer wrapper and ZeRO stage, for a strict load of all states of a ``torch.save``.
 Tests: ``test_engine_hook.py`` (all rows, offload, frozen parameters), ``test_engine_parallel.py``,
-``test_engine_muon.py`` and ``test_engine_resumes.py`` (hpZ)."""
+``test_engine_nvme.py`` and ``test_engine_resumes.py`` (hpZ)."""
 
 _HARMLESS = """
     stage offload_optimizer offload_param cpu_offload cpu_offload_param cpu_offload_use_pin_memory

@@ -1,4 +1,4 @@
-"""Every format of another library in engines of every kind, compared to the bit with that library's reader."""
+"""Checkpoints of other libraries in engines of every kind, exports to them and back."""
 
 from __future__ import annotations
 
@@ -6,24 +6,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
+from deepspeed_ucp.cli.dispatch import main
+from deepspeed_ucp.export.dcp import make_scaler
 from deepspeed_ucp.testing import WorldPool
-from tests.support.covering import params, turns
+from deepspeed_ucp.testing.capture import CapturedEngine
+from tests.support import fsdp_run
+from tests.support.covering import few, params, turns
+from tests.support.engines.cases import Case, NetCase
+from tests.support.engines.driver import Engines
+from tests.support.engines.ranks import Load
 from tests.support.engines.reading import States
-from tests.support.exports import read_all
+from tests.support.exports import check_same, read_all, save_trained
+from tests.support.foreign import write_dcp
+from tests.synth import Topology
 
 pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="DeepSpeed before 0.19 has no AutoEP")
 
 from tests.support.engines import foreign as engine_foreign
 from tests.support.engines.autoep import PIPELINE
-from tests.support.engines.driver import Engines, Outcome
-from tests.support.engines.foreign import LIVE, MATRICES, STEPS, VECTORS, Target
+from tests.support.engines.driver import Outcome
+from tests.support.engines.foreign import MATRICES, STEPS, VECTORS, Target
 from tests.support.engines.kinds import ON_CPU
-from tests.support.engines.ranks import Load
 
 Tree = tuple[dict[str, Any], dict[str, dict[str, Any]]]
 """Weights by name, and states by parameter."""
@@ -187,20 +200,6 @@ def check(source: str, saved: Saved, outcome: Outcome, before: int) -> None:
         assert outcome.losses == pytest.approx(saved.losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("stage", params([1], [0, 1, 2, 3]))
-def test_another_number_of_param_groups_needs_param_groups_live(stage: int, engines: Engines, tmp_path: Path) -> None:
-    """One saved group and two live ones are refused, or matched by name with `"param_groups": "live"`."""
-    target = Target(stage)
-    engines.get(target).run(engine_foreign.save, str(tmp_path), together=True)
-    (refused,) = engines.load(target, tmp_path)
-    refused.check_refused("param groups differ", '"param_groups": "live"')
-    (outcome,) = engines.load(target.on(param_groups="live"), Load(str(tmp_path)))
-    assert not check_states(outcome.state, engine_foreign.take_apart(*read_nested(tmp_path)), target)
-    assert all(rank.state.steps == {float(STEPS)} for rank in outcome.ranks)
-    rate, decay = LIVE["lr"], LIVE["weight_decay"]
-    assert set().union(*(rank.state.hyper for rank in outcome.ranks)) == {(True, rate, decay), (False, rate, decay)}
-
-
 def check_states(found: States, saved: States, target: Target) -> set[tuple[str, str]]:
     """Compare masters, moments, rounded copies and buffers to the bit. Return the keys of other states."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[target.precision]
@@ -218,3 +217,186 @@ def check_states(found: States, saved: States, target: Target) -> set[tuple[str,
         assert (found[key].dtype, found[key].shape) == (tensor.dtype, tensor.shape), key
         assert torch.equal(found[key], tensor), key
     return found.keys() - wanted.keys()
+
+
+# --- messages, adapters, refusals
+
+STAGES = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Adapted(Case):
+    """An engine of a zeroed model with an adapter of PEFT."""
+
+    def make(self, seed: int) -> Any:
+        from tests.support.adapters import LORAS, make_peft
+
+        model = make_peft(**LORAS["saved"])
+        trained = [param for param in model.parameters() if param.requires_grad]
+        for param in model.parameters():
+            param.data.zero_()
+        config = self.make_config(optimizer={"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}})
+        return deepspeed.initialize(model=model, model_parameters=trained, config=config)[0]
+
+
+def save_sharded(folder: str) -> None:
+    """Train under FSDP2 and save."""
+    model, optimizer = fsdp_run.build_sharded()
+    fsdp_run.train(model, optimizer, range(3))
+    fsdp_run.save_sharded(folder, model, optimizer)
+
+
+def load(engines: Engines, kind: Case, folder: Path) -> tuple[CapturedEngine, str]:
+    """Return the state and the messages of an engine after a load."""
+    (outcome,) = engines.load(kind, Load(str(folder)))
+    assert not outcome.errors, outcome.errors[0]
+    return outcome.state, "\n".join(text for _, text in outcome.ranks[0].log)
+
+
+def test_hyper_parameters_of_an_optimizer_without_states_are_restored(tmp_path: Path, engines: Engines) -> None:
+    """A plain SGD's groups are restored. A warning names an optimizer whose states start from zero.
+
+    A conversion also lacks steps and gradient clipping.
+    """
+    model, adam = fsdp_run.build()
+    optimizer = torch.optim.SGD([{"params": group["params"]} for group in adam.param_groups], lr=0.25)
+    fsdp_run.train(model, optimizer, range(1))
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optim": states}, checkpoint_id=tmp_path / "it", no_dist=True)
+    assert main(["convert", str(tmp_path / "it"), str(tmp_path / "atomic")]) == 0
+    for folder in (tmp_path / "it", tmp_path / "atomic"):
+        state, messages = load(engines, NetCase(1, 1, config={"gradient_clipping": 1.0}), folder)
+        assert {held.hyper["lr"] for held in state.parameters.values()} == {0.25}
+        for words in ("the saved optimizer kept no states", "records no number of steps", "gradient clipping"):
+            assert words in messages
+    fsdp_run.train(model, adam, range(1))
+    weights, states = get_state_dict(model, adam)
+    del states["state"]["second.weight"]
+    dcp.save({"model": weights, "optim": states}, checkpoint_id=tmp_path / "bare", no_dist=True)
+    state, messages = load(engines, NetCase(0, 1), tmp_path / "bare")
+    assert "\nsecond.weight: no optimizer state was saved" in messages
+    assert [name for name, held in state.parameters.items() if not held.tensors] == ["second.weight"]
+
+
+def test_an_adapter_resumes_over_its_base_model(tmp_path: Path, engines: Engines) -> None:
+    """Two folders load into a model that PEFT has wrapped."""
+    from tests.support.adapters import LORAS, make_base, make_peft
+
+    make_base().save_pretrained(tmp_path / "base")
+    model = make_peft(**LORAS["saved"])
+    model.save_pretrained(tmp_path / "peft", save_embedding_layers=False)
+    wanted = {name: param.detach() for name, param in model.named_parameters()}
+    for stage in few(STAGES, 2):
+        base, adapted = engines.load(Adapted(stage, 1), *(Load(str(tmp_path / name)) for name in ("base", "peft")))
+        check_same({name: each.value for name, each in adapted.state.parameters.items()}, wanted)
+        assert base.list_messages("WARNING", "the checkpoint has no adapter")
+        assert adapted.list_messages("WARNING", "holds no weights of its base")
+
+
+def test_a_refused_foreign_checkpoint_leaves_the_engine_unchanged(tmp_path: Path, engines: Engines) -> None:
+    """The engine has trained."""
+    model, optimizer = fsdp_run.build()
+    fsdp_run.train(model, optimizer, range(3))
+    weights, states = get_state_dict(model, optimizer)
+    tree, wanted = {"model": weights, "optim": states}, dict[str, tuple[str, ...]]()
+
+    def make(name: str, *words: str) -> Path:
+        wanted[name] = words
+        (tmp_path / name).mkdir()
+        return tmp_path / name
+
+    def make_blocks(name: str, *words: str, tree: Any = tree) -> Path:
+        write_dcp(make(name, *words), tree, lambda tensor: [2, 2][: tensor.dim()])
+        return tmp_path / name
+
+    damage = ("have CRC32 ", ", the writer stored")
+    flip_tensor(make_blocks("flipped", *damage) / "__3_0.distcp", weights["first.weight"][32:, 3:])
+    make_blocks("other", "shape", tree={"model": {**weights, "first.weight": torch.ones(64, 7)}})
+    bad = {**tree, "optim": {**states, "param_groups": [{**states["param_groups"][0], "step": float("nan")}]}}
+    make_blocks("odd", "nan for a step", tree=bad)
+    save_file({**weights, "norm.bias": torch.ones(65)}, make("shapes", "norm.bias") / "model.safetensors")
+    torch.save(weights, make("bin", *damage) / "pytorch_model.bin")
+    flip_tensor(tmp_path / "bin" / "pytorch_model.bin", weights["second.weight"])
+    save_file({"first.lora_A.weight": torch.ones(2, 6)}, make("adapter", "lora_A") / "adapter_model.safetensors")
+    loads = [Load(str(tmp_path / name), before=2 * (not number)) for number, name in enumerate(wanted)]
+    for words, outcome in zip(wanted.values(), engines.load(NetCase(2), *loads), strict=True):
+        outcome.check_refused(*words)
+
+
+def flip_tensor(path: Path, tensor: torch.Tensor) -> None:
+    """Flip a bit of a tensor in a file."""
+    data = bytearray(path.read_bytes())
+    data[data.index(tensor.contiguous().numpy().tobytes()) + 9] ^= 4
+    path.write_bytes(data)
+
+
+# --- exports with `ds_ucp export --to dcp` under FSDP2
+
+
+def test_fsdp2_resumes_an_export(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """Two ranks load it and take two steps. Losses and weights equal an uninterrupted run's."""
+    folder = save_trained(tmp_path, Topology(3, 4))
+    model, optimizer = fsdp_run.build()
+    losses = fsdp_run.train(model, optimizer, range(5))
+    result, _ = ucp_worlds.get(2).run(fsdp_run.resume, str(folder))
+    assert result["losses"] == losses[3:]
+    check_same(result["model"], dict(model.state_dict()))
+    for name, param in model.named_parameters():
+        check_same(result["optim"]["state"][name], optimizer.state[param])
+
+
+def test_a_run_moves_from_deepspeed_to_fsdp2_and_back(tmp_path: Path, engines: Engines, ucp_worlds: WorldPool) -> None:
+    """Three ranks save, two ranks of FSDP2 continue, and one rank restores masters, states, steps and hyper-parameters.
+
+    A warning names this engine's clipping of gradients, which the format does not record.
+    """
+    saved, out, there = (str(tmp_path / name) for name in ("saved", "out", "there"))
+    state = engines.save(NetCase(3, 3), saved, steps=(3,)).state
+    assert main(["export", saved, out, "--to", "dcp"]) == 0
+    ucp_worlds.get(2).run(fsdp_run.copy, out, there)
+    for stage in (1, 3):
+        back, messages = load(engines, NetCase(stage, 1, config={"gradient_clipping": 0.5}), tmp_path / "there")
+        assert "clips gradients at norm 0.5" in messages
+        assert back.parameters.keys() == state.parameters.keys()
+        check_same(back.buffers, state.buffers)
+        for name, held in state.parameters.items():
+            found = back.parameters[name]
+            check_same({"fp32": found.fp32, **found.tensors}, {"fp32": held.fp32, **held.tensors})
+            assert found.scalars == held.scalars
+            assert {key: found.hyper[key] for key in held.hyper} == held.hyper
+        assert back.counters["global_steps"] == 3
+
+
+def test_a_run_moves_from_fsdp2_to_deepspeed_and_back(tmp_path: Path, engines: Engines, ucp_worlds: WorldPool) -> None:
+    """Two ranks of FSDP2 save, three ranks of ZeRO-3 continue, and one rank restores all states."""
+    saved, there, out, back = (str(tmp_path / name) for name in ("saved", "there", "out", "back"))
+    ucp_worlds.get(2).run(save_sharded, saved)
+    engines.load(NetCase(3, 3), Load(saved, again=there))
+    assert main(["export", there, out, "--to", "dcp"]) == 0
+    ucp_worlds.get(1).run(fsdp_run.copy, out, back)
+    first, last = read_all(Path(saved)), read_all(Path(back))
+    check_same(last["model"], first["model"])
+    assert last["optim"]["param_groups"] == first["optim"]["param_groups"]
+    assert last["optim"]["state"].keys() == first["optim"]["state"].keys()
+    for name, held in first["optim"]["state"].items():
+        check_same(last["optim"]["state"][name], held)
+
+
+@pytest.mark.parametrize("overflows", [(), (3,), (0, 1, 6)])
+def test_deepspeeds_scaler_continues_torchs_scaler(overflows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scales are equal until the next overflow, which halves them."""
+    ours = DynamicLossScaler(2.0**16, 4, 1.0, 1, False)
+    monkeypatch.setattr("deepspeed.runtime.fp16.loss_scaler.dist.get_rank", lambda: 1)
+    for step in range(7):
+        ours.update_scale(step in overflows)
+    grad_scaler = torch.amp.GradScaler("cpu")
+    grad_scaler.load_state_dict(make_scaler(vars(ours)))
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+    for step in range(7, 17):
+        is_bad = step == 16
+        grad_scaler.scale(torch.zeros(1))
+        optimizer.param_groups[0]["params"][0].grad = torch.full((1,), torch.inf if is_bad else 0.0)
+        grad_scaler.step(optimizer)
+        grad_scaler.update()
+        ours.update_scale(is_bad)
+        assert grad_scaler.get_scale() == ours.cur_scale

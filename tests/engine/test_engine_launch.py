@@ -1,22 +1,27 @@
-"""A script without the plugin under `ds_ucp run` and launchers, or under the environment variable."""
+"""Jobs under real launchers: a script without the plugin; a job with data-loader workers that is signaled."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from deepspeed_ucp.testing.world import hold_port
-from tests.platforms.jobs import DEEPSPEED, RANKS, TORCHRUN, make_environment
+from tests.platforms.jobs import DEEPSPEED, RANKS, TORCHRUN, find_processes, kill, make_environment
 from tests.support.engines.cases import Case
 from tests.support.engines.driver import Engines
+from tests.support.until import wait_until
+
+# --- a script without the plugin under `ds_ucp run` and launchers, or under the environment variable
 
 SCRIPT = str(Path(__file__).with_name("untouched_script.py"))
 ROOT = str(Path(__file__).parents[2])
@@ -107,3 +112,68 @@ def test_an_unchanged_script_resumes_under_every_launcher(
     assert output.count("deepspeed_ucp loads it") == 1
     by_itself = output.count("deepspeed_ucp is on by the environment variable DEEPSPEED_UCP")
     assert by_itself == launcher.endswith("environment")
+
+
+# --- a job with data-loader workers that the scheduler or the launcher signals
+
+PREEMPTED = str(Path(__file__).with_name("preempted_script.py"))
+SIGNALERS: dict[str, tuple[list[str], Callable[[int, int], None], list[str]]] = {
+    # The agent signals the process group of each rank.
+    "torchrun": ([*TORCHRUN, "--master-port={port}"], os.kill, ["spawn", "forkserver"]),
+    # A scheduler signals all processes; launch.py signals all descendants of a rank again.
+    "deepspeed": ([*DEEPSPEED[:2], "--no_local_rank", "--master_port={port}"], os.killpg, ["fork"]),
+}
+
+
+@pytest.mark.exhaustive  # test_children.py has the workers, test_engine_carry.py the saves
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("launcher", SIGNALERS)
+def test_a_job_with_data_loader_workers_saves_on_a_signal(launcher: str, tmp_path: Path) -> None:
+    """The signal arrives in an evaluation or a wait for data. Workers and helpers survive it until their rank ends."""
+    command, send, methods = SIGNALERS[launcher]
+    output, mark = tmp_path / "output", f"UCP_TEST={tmp_path}"
+
+    def list_events(event: str) -> list[str]:
+        return [(tmp_path / f"{event}-{rank}").read_text() for rank in range(RANKS)]
+
+    def wait_for_event(event: str) -> None:
+        def came() -> bool:
+            assert process.poll() is None, output.read_text()[-4000:]
+            return all((tmp_path / f"{event}-{rank}").exists() for rank in range(RANKS))
+
+        wait_until(came, 240)
+
+    with hold_port() as held, output.open("wb") as log:
+        environment = make_environment(UCP_TEST=str(tmp_path))
+        port = str(held.getsockname()[1])
+        process = subprocess.Popen(
+            [*(part.format(port=port) for part in command), PREEMPTED, str(tmp_path), *methods],
+            env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            wait_for_event("waits")
+            for pid in map(int, list_events("evaluates")):  # like Slurm's --signal=USR1
+                rank = psutil.Process(pid)
+                for each in [rank, *rank.children(recursive=True)]:
+                    each.send_signal(signal.SIGUSR1)
+            (tmp_path / "evaluate").touch()
+            wait_for_event("trains")
+            assert (tmp_path / "saves" / "latest").read_text() == "global_step2"
+            assert list_events("program") == [str(-signal.SIGUSR1)] * RANKS  # like without the plugin
+            assert list_events("helper") == ["2"] * RANKS
+            send(process.pid, signal.SIGTERM)
+            wait_until(lambda: "SIGTERM received: " in output.read_text())
+            (tmp_path / "train").touch()
+            process.wait(240)
+            wait_until(lambda: not find_processes(mark), 60)
+        finally:
+            kill(find_processes(mark))
+            process.kill()
+            for left in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
+                left.unlink(missing_ok=True)
+    log_text = output.read_text(errors="replace")
+    assert (tmp_path / "saves" / "latest").read_text() == "global_step3", log_text[-4000:]
+    assert log_text.count("SIGTERM: saving to ") == log_text.count("SIGUSR1: saving to ") == 1, log_text[-4000:]
+    assert not any(
+        each in log_text for each in ("DataLoader worker", "resource_tracker", "SIGKILL", "no save was made")
+    ), log_text[-4000:]

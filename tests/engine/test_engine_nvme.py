@@ -1,4 +1,4 @@
-"""Optimizer states and parameters on NVMe, with changed and unchanged stages, devices and ranks."""
+"""Muon's momentum, and states and parameters on NVMe, with changed and unchanged stages, devices and ranks."""
 
 from __future__ import annotations
 
@@ -8,35 +8,42 @@ import pytest
 import torch
 
 from tests.support.covering import params
+from tests.support.engines import muon, nvme
 from tests.support.engines.driver import Engines, Outcome, Row, Saved, Source, choose
-from tests.support.engines.nvme import LEAST, Kind
+from tests.support.engines.kinds import Kind
+from tests.support.engines.nvme import LEAST
 from tests.support.engines.ranks import Load, load_each
 
-OPTIMIZER, PIPELINED = Kind(3, 2, optimizer="nvme"), Kind(3, 1, optimizer="nvme", pipelined="read")
-BOTH, FROZEN = Kind(3, 2, optimizer="nvme", params="nvme"), Kind(3, 1, optimizer="nvme", params="nvme", frozen=True)
+# --- NVMe
+
+OPTIMIZER, PIPELINED = nvme.Kind(3, 2, optimizer="nvme"), nvme.Kind(3, 1, optimizer="nvme", pipelined="read")
+BOTH, FROZEN = (
+    nvme.Kind(3, 2, optimizer="nvme", params="nvme"),
+    nvme.Kind(3, 1, optimizer="nvme", params="nvme", frozen=True),
+)
 SOURCES = [
     OPTIMIZER,
     PIPELINED,
     BOTH,
-    Kind(3, 1, optimizer="cpu", params="nvme"),
-    Kind(3, 2),
-    Kind(1, 2),
-    Kind(2, 1, "fp32"),
-    Kind(3, 4, optimizer="nvme"),
-    Kind(3, 1, "fp32", optimizer="nvme"),
+    nvme.Kind(3, 1, optimizer="cpu", params="nvme"),
+    nvme.Kind(3, 2),
+    nvme.Kind(1, 2),
+    nvme.Kind(2, 1, "fp32"),
+    nvme.Kind(3, 4, optimizer="nvme"),
+    nvme.Kind(3, 1, "fp32", optimizer="nvme"),
 ]
 TARGETS = [
     OPTIMIZER,
-    Kind(3, 1, optimizer="nvme", params="nvme", pipelined="both"),
-    Kind(3, 1),
-    Kind(1, 4),
-    Kind(3, 2, optimizer="nvme", pipelined="both"),
-    Kind(3, 4, optimizer="nvme"),
-    Kind(3, 2, optimizer="cpu", params="nvme"),
+    nvme.Kind(3, 1, optimizer="nvme", params="nvme", pipelined="both"),
+    nvme.Kind(3, 1),
+    nvme.Kind(1, 4),
+    nvme.Kind(3, 2, optimizer="nvme", pipelined="both"),
+    nvme.Kind(3, 4, optimizer="nvme"),
+    nvme.Kind(3, 2, optimizer="cpu", params="nvme"),
     BOTH,
-    Kind(3, 1, "fp32", optimizer="nvme"),
-    Kind(2, 1, "fp32"),
-    Kind(3, 2, optimizer="cpu"),
+    nvme.Kind(3, 1, "fp32", optimizer="nvme"),
+    nvme.Kind(2, 1, "fp32"),
+    nvme.Kind(3, 2, optimizer="cpu"),
 ]
 
 
@@ -48,7 +55,7 @@ def check_placeholder(_saved: Saved, outcome: Outcome) -> None:
 def list_featured(feature: str) -> list[Row]:
     """List rows of a feature: Muon's momentum has separate swap files; ``zero.Init`` gives parameters other ids."""
 
-    kinds = [each.but(**{feature: True}) for each in (BOTH, Kind(3, 1, optimizer="nvme"), Kind(3, 1))]
+    kinds = [each.but(**{feature: True}) for each in (BOTH, nvme.Kind(3, 1, optimizer="nvme"), nvme.Kind(3, 1))]
 
     def check_files(saved: Saved, _outcome: Outcome) -> None:
         for names in ([state for _, state in saved.state], [path.name for path in saved.folder.rglob("*.swp")]):
@@ -62,20 +69,60 @@ def list_featured(feature: str) -> list[Row]:
 
 ROWS = [
     *choose(TARGETS, SOURCES, {0: (1, 4, 0), 1: (0,), 3: (1,)}),
-    Row(FROZEN, [Kind(1, 2, frozen=True), Source(FROZEN, check=check_placeholder)]),
+    Row(FROZEN, [nvme.Kind(1, 2, frozen=True), Source(FROZEN, check=check_placeholder)]),
     *list_featured("early"),
     *list_featured("muon"),
 ]
 
+# --- Muon
+
+MUON_SOURCES = [
+    muon.Kind(1, 4),
+    muon.Kind(2, 2),
+    muon.Kind(1, 1, "fp32"),
+    muon.Kind(3, 4),
+    muon.Kind(3, 2, in_memory=True),
+    muon.Kind(1, 2, offload=True),
+    muon.Kind(3, 2, offload=True),
+    muon.Kind(1, 4, sums="fp32"),
+    muon.Kind(0, 2),
+    muon.Kind(0, 2, "fp32"),
+]
+MUON_TARGETS = [
+    muon.Kind(1, 4),
+    muon.Kind(2, 1),
+    muon.Kind(2, 2),
+    muon.Kind(2, 2, "fp32"),
+    muon.Kind(3, 1),
+    muon.Kind(3, 2),
+    muon.Kind(3, 2, in_memory=True),
+    muon.Kind(2, 4, offload=True),
+    muon.Kind(3, 4, offload=True, in_memory=True),
+    muon.Kind(0, 2),
+    muon.Kind(0, 1, "fp32"),
+]
+MUON_CHOSEN = {3: (4, 7), 6: (3,), 8: (8,), 9: (6,)}
+"""One engine of each wrapper and device of the momentum."""
+OWN = [muon.Kind(3, 4), muon.Kind(1, 2, offload=True), muon.Kind(3, 2, "fp32"), muon.Kind(3, 2, offload=True)]
+"""Unchanged topologies. In bf16 DeepSpeed's load would cast ZeRO 3's momentum to the dtype of the masters."""
+
+
+def check_momentum(saved: Saved, _outcome: Outcome) -> None:
+    assert sum(state == "momentum_buffer" for _, state in saved.state) == 5
+
+
+ROWS += choose(MUON_TARGETS, MUON_SOURCES, MUON_CHOSEN, check=check_momentum)
+ROWS += [Row(kind, [kind], "own", exhaustive=kind == OWN[3]) for kind in OWN]
+
 
 @pytest.mark.releases
 @pytest.mark.parametrize("row", [row.param for row in ROWS])
-def test_states_on_nvme_are_restored(row: Row, engines: Engines, subtests: pytest.Subtests) -> None:
+def test_states_on_nvme_and_muons_momentum_are_restored(row: Row, engines: Engines, subtests: pytest.Subtests) -> None:
     engines.resume(row, subtests)
 
 
-@pytest.mark.parametrize("kind", [OPTIMIZER, PIPELINED], ids=str)
-def test_deepspeeds_load_loses_states_on_nvme(kind: Kind, engines: Engines) -> None:
+@pytest.mark.parametrize("kind", [OPTIMIZER, PIPELINED, muon.Kind(3, 2, in_memory=True)], ids=str)
+def test_deepspeeds_load_loses_states_on_nvme_or_in_memory(kind: Kind, engines: Engines) -> None:
     """In the same topology the plugin restores them (tested above)."""
     (alone,) = engines.load(kind, engines.saved(kind), plugin=False)
     assert alone.losses != engines.saved(kind).losses
@@ -92,9 +139,9 @@ def test_pipelined_swapping_leaves_other_sub_groups_states_in_the_state_files(en
 
 
 @pytest.mark.parametrize("kind", params([BOTH], [PIPELINED], str))
-def test_a_save_after_a_resume_contains_the_swapped_states(kind: Kind, engines: Engines, tmp_path: Path) -> None:
+def test_a_save_after_a_resume_contains_the_swapped_states(kind: nvme.Kind, engines: Engines, tmp_path: Path) -> None:
     """They are only in swap files, as after a step, and separate from another engine's."""
-    saved = engines.saved(Kind(3, 2))
+    saved = engines.saved(nvme.Kind(3, 2))
     for each in (kind.but(world=3 - kind.world), kind):
         training = each.training(78, str(tmp_path / "shared"))
         loads = [Load(str(saved.folder), again=str(tmp_path / str(each)))]
@@ -106,5 +153,5 @@ def test_a_save_after_a_resume_contains_the_swapped_states(kind: Kind, engines: 
         tensors = [*state["fp32_flat_groups"], *(each["exp_avg"] for each in held)]
         assert 4 * max(tensor.numel() for tensor in tensors) < LEAST
     assert len(list(again.rglob("rank00/*.swp"))) >= 3 * 3
-    (outcome,) = engines.load(Kind(3, 1), again)
+    (outcome,) = engines.load(nvme.Kind(3, 1), again)
     outcome.check(saved)

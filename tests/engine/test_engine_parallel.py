@@ -78,7 +78,7 @@ ROUTES += [
     More(MOE, pipe(2, 2)),
     Row(pipe(4), [*list_weights(TP2_PP2_STAGE0), TP2_PP2_BF16], "dense", compared=MOST, exhaustive=True),
     Row(plain(1, 3, sp=2, model="llama"), [*list_weights(LLAMA), LLAMA], "llama", compared=MOST, exhaustive=True),
-    More(DP4, TP2_PP2_BF16),  # `test_engine_saving.py` saves after it
+    More(DP4, TP2_PP2_BF16),  # `test_engine_saves_pairs.py` saves after it
     More(TP2_PP2_STAGE0, TP2_PP2_STAGE0),  # `test_known.py` has the reason
     More(DP4, pipe(1, 4, 0, method="uniform")),
     More(LLAMA_BF16, plain(4, 2)),

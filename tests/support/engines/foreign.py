@@ -24,8 +24,6 @@ STEPS = 3
 MATRICES, VECTORS = {"lr": 1e-2, "weight_decay": 0.1}, {"lr": 3e-3, "weight_decay": 0.0}
 """Hyper-parameters of the saved param groups."""
 
-LIVE = {"lr": 5e-2, "weight_decay": 0.5}
-
 
 @dataclass(frozen=True)
 class Target(Kind):
@@ -49,7 +47,9 @@ class Target(Kind):
 
     @property
     def ds_config(self) -> dict[str, Any]:
-        more: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {**LIVE, "torch_adam": True}}}
+        more: dict[str, Any] = {
+            "optimizer": {"type": "AdamW", "params": {"lr": 5e-2, "weight_decay": 0.5, "torch_adam": True}}
+        }
         if self.half == "masters":
             more["bf16"] = enable("bf16")["bf16"] | {
                 "bf16_master_weights_and_grads": True,
@@ -120,7 +120,6 @@ def save(
     tp: int = 1,
     apart: bool = False,
     dtype: str = "float32",
-    together: bool = False,
 ) -> list[float]:
     """Train under FSDP2, save, train on. Returns the losses after the save.
 
@@ -128,7 +127,6 @@ def save(
         tp: ranks of tensor parallelism, over which two matrices of a layer are cut first.
         apart: save model and optimizer in two folders, as Accelerate does.
         dtype: of the weights.
-        together: put all parameters in one param group.
     """
     torch.manual_seed(5)
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
@@ -136,7 +134,6 @@ def save(
     _shard(model, mesh, tp)
     matrices, vectors = sort_parameters(model)
     parts = [{"params": matrices, **MATRICES}, {"params": vectors, **VECTORS}]
-    parts = [{"params": [*matrices, *vectors], **MATRICES}] if together else parts
     optimizer = torch.optim.AdamW(parts, foreach=False)
     _train(model, optimizer, range(STEPS))
     weights, states = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flatten))
