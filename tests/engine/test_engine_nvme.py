@@ -111,8 +111,8 @@ def check_momentum(saved: Saved, _outcome: Outcome) -> None:
     assert sum(state == "momentum_buffer" for _, state in saved.state) == 5
 
 
-ROWS += choose(MUON_TARGETS, MUON_SOURCES, MUON_CHOSEN, check=check_momentum)
-ROWS += [Row(kind, [kind], "own", exhaustive=kind == OWN[3]) for kind in OWN]
+ROWS += choose(MUON_TARGETS, MUON_SOURCES, MUON_CHOSEN, "muon", check=check_momentum)
+ROWS += [Row(kind, [kind], "muon-own", exhaustive=kind == OWN[3]) for kind in OWN]
 
 
 @pytest.mark.releases
