@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -36,12 +36,9 @@ ROUTES: list[tuple[Case, list[Case], dict[str, Any]]] = [
     (Case(3, 1), [Case(3, 2), Case(1, 2)], UNIFORM),
     # The others are exhaustive.
     (Case(2, 3), [Case(1, 2)], {"model": "bulk", "optimizer": "amsgrad"}),
-    (Case(2, 3), [Case(1, 2)], BULK),
-    (Case(1, 1, "bf16"), [BF16.but(config=SUMS_IN_FP32)], BULK),
     (Case(3, 3, "bf16"), [Case(3, 2, "bf16"), Case(2, 2, "bf16")], UNIFORM),
     (Case(2, 3), [Case(1, 2)], {"model": "bulk", "optimizer": "momentum"}),
     (Case(1, 1), [Case(1, 2), Case(3, 2)], BULK),
-    (Case(1, 2), [Case(1, 2)], BULK),
     (Case(2, 3, "bf16"), [Case(3, 2, "bf16")], BULK),
 ]
 
@@ -71,17 +68,13 @@ class OnByDefault(Case):
     def live(self) -> Any:
         return self.but(config={"checkpoint": {"load_universal": True}})
 
-    def surround(self) -> AbstractContextManager[Any]:
-        return on_by_default()
-
-
-@contextmanager
-def on_by_default() -> Any:
-    deepspeed_ucp.install(default_on=True)
-    try:
-        yield
-    finally:
-        deepspeed_ucp.install(default_on=False)
+    @contextmanager
+    def surround(self) -> Any:
+        deepspeed_ucp.install(default_on=True)
+        try:
+            yield
+        finally:
+            deepspeed_ucp.install(default_on=False)
 
 
 OURS = [Source(Case(1, 2), change=convert)]
@@ -100,17 +93,10 @@ ROWS += [Direct(*row, exhaustive=number > 1) for number, row in enumerate(CHOSEN
 
 # --- mode "atomic"
 
-ATOMIC_ROUTES = [
-    (Case(1, 2, "bf16"), Case(3, 3, "bf16")),
-    (Case(3, 2), Case(1, 3)),
-    (Case(0, 2), Case(2, 3)),
-    (Case(0, 2, "bf16"), Case(3, 1, "bf16")),
-]
+ATOMIC_ROUTES = [(Case(1, 2, "bf16"), Case(3, 3, "bf16")), (Case(3, 2), Case(1, 3)), (Case(0, 2), Case(2, 3))]
 
 
-@pytest.mark.parametrize(
-    ("source", "target"), params(ATOMIC_ROUTES[:1], ATOMIC_ROUTES, lambda row: "->".join(map(str, row)))
-)
+@pytest.mark.parametrize(("source", "target"), params(ATOMIC_ROUTES[:1], ATOMIC_ROUTES))
 def test_the_first_launch_converts_a_save_and_the_next_reuses_the_conversion(
     source: Case, target: Case, engines: Engines, tmp_path: Path
 ) -> None:
@@ -150,7 +136,7 @@ TP2_PP2 = pipe(2, 2)
 WORDS = "language_model.embedding.word_embeddings.weight"
 FAMILIES = {"dense": "megatron-gpt", "padded": "megatron-gpt"}  # rules; "llama" needs none
 ROUTES_3D = {  # the first target of each model always runs; all targets of a model load the same files
-    "dense": [pipe(1, 2, world=2), pipe(2, world=2), pipe(2, 2), pipe(world=2)],
+    "dense": [pipe(1, 2, world=2), pipe(2, 2), pipe(world=2)],
     "padded": [pipe(1, 2, world=2), pipe(world=2)],
     "llama": [pipe(world=2), pipe(1, 2, world=2)],
 }
@@ -160,8 +146,7 @@ def check_known(saved: Saved, outcome: Outcome) -> None:
     """Check fused query, key and value, row-parallel weights, padded vocabularies, tied embeddings."""
     known, model = saved.at(saved.folder), saved.kind.model
     known.state = drop_states_without_upstream_support(saved.state, model)
-    losses = model != "padded"  # the loss depends on rows of padding
-    outcome.check(known, direct=False, losses=losses, least=81)
+    outcome.check(known, direct=False, losses=model != "padded", least=81)  # the loss depends on rows of padding
 
 
 for model, targets in ROUTES_3D.items():
@@ -192,17 +177,9 @@ def drop_states_without_upstream_support(state: CapturedEngine, model: str) -> C
 # --- states that upstream drops
 
 POSITIONS = "position_embeddings.weight"  # the example does not tie them: values differ between stages
-MOVED = [
-    (pipe(1, 2, world=2), plain(1, 3, world=2)),
-    (TP2_PP2, plain(2, 3)),
-    (plain(2, 2), plain(4)),
-    (TP2_PP2, pipe(1, 2)),
-]
-
-
-def is_dropped_by_upstream(difference: str) -> bool:
-    """Return True for states that upstream drops: buffers, frozen parameters, further copies of several stages."""
-    return difference.startswith("buffer ") or "mlp.dense_4h_to_h." in difference or POSITIONS in difference
+MOVED = [(pipe(1, 2, world=2), plain(1, 3, world=2)), (plain(2, 2), plain(4)), (TP2_PP2, pipe(1, 2))]
+DROPPED = ("buffer ", "mlp.dense_4h_to_h.", POSITIONS)
+"""Buffers, frozen parameters, further copies of several stages."""
 
 
 def check_moved(saved: Saved, outcome: Outcome) -> None:
@@ -211,7 +188,7 @@ def check_moved(saved: Saved, outcome: Outcome) -> None:
     first = {name: each for name, each in saved.state.parameters.items() if "#" not in name}
     count, differences = outcome.kind.compare(replace(saved.state, parameters=first), outcome.state)
     assert count > 60
-    assert not [line for line in differences if not is_dropped_by_upstream(line)]
+    assert not [line for line in differences if not any(words in line for words in DROPPED)]
     assert any("mlp.dense_4h_to_h.weight" in line for line in differences)
     warnings = " ".join(outcome.list_messages("WARNING"))
     for words in ("keep the values that the new model has", "mlp.dense_4h_to_h.weight", ".span"):

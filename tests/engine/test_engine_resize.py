@@ -103,8 +103,10 @@ def grow(saved: CapturedEngine, live: CapturedEngine) -> dict[str, dict[str, Ten
     found = {name: list_states(each) for name, each in saved.parameters.items()}
     for name in (name for name in found if name.startswith(("embed", "head"))):
         for state, value in found[name].items():
-            new = list_states(live.parameters[name])[state][ROWS:]
-            found[name][state] = torch.cat([value, new if state == "fp32" else torch.zeros_like(new)])
+            new = torch.zeros(WIDER - ROWS, *value.shape[1:])
+            if state == "fp32":
+                new = list_states(live.parameters[name])[state][ROWS:]
+            found[name][state] = torch.cat([value, new])
     return found
 
 

@@ -73,9 +73,6 @@ def list_matrix() -> list[Row]:
             Mixed(Case(stage, world, precision), rotate(every, 7 * stage + world), "all", exhaustive=True)
             for world in (2, 3, 4)
         ]
-    for stage in STAGES:
-        sources = rotate([Case(other, 2) for other in STAGES], stage)
-        found.append(Row(Case(stage, 2), sources, "same-size", MIXED, compared=EVERY_TENSOR, exhaustive=True))
     return found
 
 
@@ -127,7 +124,6 @@ ODD_TARGETS: list[tuple[Case, list[Case], dict[str, Any]]] = [
     (Case(2, 2, zero=ROUND_ROBIN), [Case(1, 3), Case(2, 3, zero=ROUND_ROBIN)], {}),
     (Case(0, 3, "bf16"), [Case(2, 4, "bf16", zero=ROUND_ROBIN), Case(3, 2, "bf16", zero=small(9))], {}),
     (Case(3, 2, zero=small(1)), [Case(1, 3)], ZERO_INIT),
-    (Case(3, 3, "bf16", zero=small(9)), [Case(2, 2, "bf16")], {}),
     (
         Case(3, 3, "bf16", zero={"stage3_param_persistence_threshold": 100000}).on(verify="off"),
         [Case(1, 2, "bf16")],
@@ -135,14 +131,10 @@ ODD_TARGETS: list[tuple[Case, list[Case], dict[str, Any]]] = [
     ),
     (Case(3, 3, "bf16", zero=SCATTERED).on(threads=1, window_mb=16), [Case(1, 2, "bf16")], {}),
     (Case(1, 2, zero=ON_CPU).on(mode="direct"), [Case(1, 3)], {}),
-    (Case(2, 2, "bf16", zero=ON_CPU), [Case(2, 3, "bf16", zero=ON_CPU)], {}),
     (Case(3, 2, "bf16", zero=ON_CPU).on(threads=3), [Case(3, 3, "bf16"), Case(1, 3, "bf16")], {}),
-    (Case(3, 3, zero=small(30)), [Case(3, 2)], {}),
     (Case(3, 2, zero=small(9)), [Case(3, 2, zero=small(50)), Case(2, 2)], {}),
-    (Case(3, 2, "bf16", zero=ALL_ON_CPU), [Case(0, 3, "bf16")], {}),
     (Case(3, 3, zero=ALL_ON_CPU), [Case(3, 2, zero=ALL_ON_CPU)], {}),
     (Case(3, 2, config=CLIPPING), [Case(1, 3, config=CLIPPING)], {}),
-    (Case(3, 2, "bf16"), [Case(3, 3, "bf16")], ZERO_INIT),
 ]
 
 
@@ -157,7 +149,7 @@ def list_odd() -> list[Row]:
     sources = [*unstepped, *(ODD_SOURCES[number] for number in (0, 2, 5, 9, 10)), *unstepped]
     found.append(Row(Case(3, 2), sources, "odd", MIXED, marks=[RELEASES]))
     for number, (target, saved, live) in enumerate(ODD_TARGETS):
-        is_more = number not in (0, 2, 5, 6)
+        is_more = number not in (0, 2, 4, 5)
         found.append(Row(target, saved, "odd", MIXED, live, marks=[RELEASES], exhaustive=is_more))
     # DeepSpeed's old elastic format has no param groups: live hyper-parameters are kept.
     elastic = [Case(1, 3, zero={"elastic_checkpoint": True})]
@@ -229,7 +221,6 @@ ADAMS = [
         for stage in (1, 2, 3)
     ),
     Row(Case(3, 2, zero=ON_CPU), [Case(2, 3, zero=ON_CPU)], "", {**SMALL, "optimizer": "cpu_lion"}, exhaustive=True),
-    Row(Case(1, 2, "fp16"), [Case(0, 3, "fp16")], "fused", FUSED, exhaustive=True),
     Row(Case(0, 3, "fp16"), [Case(2, 2, "bf16")], "fused", FUSED, exhaustive=True),
     Row(Case(0, 2, "bf16"), [Case(0, 3, "fp16"), Case(3, 3)], "fused", FUSED),
     Row(Case(3, 3, "bf16"), [Case(0, 2, "bf16")], "fused", FUSED, exhaustive=True),
