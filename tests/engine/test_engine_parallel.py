@@ -5,7 +5,7 @@ The example's GPT, as Megatron-DeepSpeed's releases save it, too; small pipeline
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -21,11 +21,11 @@ from deepspeed_ucp.tensor_parallel.facts import Facts
 from deepspeed_ucp.tensor_parallel.metadata import Mapped, from_universal_info
 from deepspeed_ucp.testing.compare import compare
 from tests.releases import DEEPSPEED, find_reason
-from tests.support.covering import few, is_exhaustive, params, turns
+from tests.support.covering import few, params, turns
 from tests.support.engines.driver import STEPS, Engines, Outcome, Row, Saved, Source
 from tests.support.engines.gpt import LAYERS, MODELS
 from tests.support.engines.parallel import Launch, count_copies, expect, join, pipe, plain, resume
-from tests.synth.megatron import client_state, megatron_args, old_universal_info, universal_info
+from tests.synth.megatron import client_state, megatron_args, universal_info
 
 MOST = {"least": 81}
 TP2_PP2, TP2_PP2_STAGE0, DP4 = pipe(2, 2), pipe(2, 2, 0), pipe()
@@ -147,27 +147,14 @@ ROUTES += [
 
 # --- Megatron-DeepSpeed's metadata, fused layouts, nested modules
 
-RELEASES = ("newest", "2024-01", "2023-10", "none")
-EDGES = RELEASES[::3]
-"""Other releases are exhaustive."""
-
 
 class Megatron(Launch):
-    """A run that saves the `client_state` of `checkpointing.py` of several releases."""
+    """A run that saves the `client_state` of `checkpointing.py`; ``tests/formats/test_megatron.py`` has older ones."""
 
     @property
-    def client_states(self) -> dict[str, dict[str, Any]]:
+    def client_state(self) -> dict[str, Any]:
         args = make_arguments(self)
-        infos = {
-            "newest": universal_info(args, 256),
-            "2024-01": old_universal_info(args, 256, pipeline_replicated=True),
-            "2023-10": old_universal_info(args, 256),
-            "none": None,
-        }
-        return {
-            release: client_state(args, STEPS[0], infos[release])
-            for release in (RELEASES if is_exhaustive() else EDGES)
-        }
+        return client_state(args, STEPS[0], universal_info(args, 256))
 
 
 def make_arguments(launch: Launch) -> Any:
@@ -203,43 +190,33 @@ def megatron(launch: Launch, **more: Any) -> Megatron:
 
 def check_client_state(saved: Saved, outcome: Outcome) -> None:
     """Check that the arguments of Megatron are restored."""
-    found, newest = outcome.ranks[0].client_state, saved.kind.client_states[RELEASES[0]]
-    expected = {key: newest[key] for key in newest if key != "universal_checkpoint_info"}
+    found, saved_state = outcome.ranks[0].client_state, saved.kind.client_state
+    expected = {key: saved_state[key] for key in saved_state if key != "universal_checkpoint_info"}
     assert {key: found.get(key) for key in expected} == expected
     assert found["args"].num_attention_heads == 8
 
 
-def of_each(source: Megatron, target: Launch, patterns: Any, parts: Sequence[str] = RELEASES, **more: Any) -> Row:
-    """Make a row of the save of each release."""
-    target = target.but(model=source.model, patterns=patterns)
-    sources = [Source(source, part=part) for part in parts]
-    return Row(target, sources, source.model, check=check_client_state, compared=MOST, **more)
-
-
 TP2, PP2, TP2_STAGE0 = plain(2, 2, world=2), pipe(1, 2), plain(2, 0, world=2)
 QKV = {"match": r".*\.self_attention\.query_key_value\.(?:weight|bias)", "pattern": "shard-nc", "parts": [32, 32, 32]}
-PATTERNS = {"family": "megatron-gpt", "rules": {"rules": [QKV]}}
 SPAN_OF_FAMILY = {"family": "megatron-gpt", **SPAN_PLAIN}
 FUSED = {"interleaved": "megatron-gpt-interleaved", "megatron-llama": "megatron-llama"}
 
 
 def list_megatron() -> Iterator[Row]:
-    """Yield rows: the first has the metadata of several releases, the others only the newest."""
-    four, newest = megatron(TP2_PP2, model="megatron"), EDGES if is_exhaustive() else EDGES[:1]
-    yield of_each(four, pipe(1, 2, world=2), PATTERNS["rules"], EDGES)
-    for target, layout in product((pipe(4), PP2), PATTERNS):
-        yield of_each(four, target, PATTERNS[layout], exhaustive=True)
+    four, described = megatron(TP2_PP2, model="megatron"), partial(go, check=check_client_state)
+    yield described(four, pipe(1, 2, world=2), {"rules": [QKV]})
+    yield go(TP2_PP2.but(model="megatron"), pipe(1, 2, world=2), {"rules": [QKV]})  # without metadata
+    for target in (pipe(4), PP2):
+        yield described(four, target, "megatron-gpt", exhaustive=True)
     for target, model in product((plain(1, 3, world=2), plain(4)), FUSED):
         is_more = target.world > 2 or model != "interleaved"
-        yield of_each(megatron(TP2, model=model), target, FUSED[model], newest, exhaustive=is_more)
+        yield described(megatron(TP2, model=model), target, FUSED[model], exhaustive=is_more)
     # Only the loading engine has attributes.
-    yield of_each(megatron(PP2, model="unmarked"), TP2_PP2, "megatron-gpt", newest)
-    yield of_each(megatron(PP2, model="megatron"), TP2_PP2, {"rules": [QKV]}, ("2023-10", "none"), exhaustive=True)
+    yield described(megatron(PP2, model="unmarked"), TP2_PP2, "megatron-gpt")
     # Frozen parameters, buffers and the masters of stage 0 are read from the nested dict of the module.
-    yield of_each(megatron(TP2, model="extras", nested=True), plain(1, 3, world=2), SPAN_OF_FAMILY, newest)
+    yield described(megatron(TP2, model="extras", nested=True), plain(1, 3, world=2), SPAN_OF_FAMILY)
     nested = megatron(TP2_STAGE0, model="megatron", nested=True)
-    yield of_each(nested, plain(1, 2, world=2), SPAN_OF_FAMILY, EDGES, exhaustive=True)
-    yield of_each(megatron(TP2, model="extras", nested=True), plain(4), SPAN_OF_FAMILY, EDGES, exhaustive=True)
+    yield described(nested, plain(1, 2, world=2), SPAN_OF_FAMILY, exhaustive=True)
 
 
 # --- pipelines of letters: other numbers of stages, layers on other stages, tied modules
@@ -432,21 +409,17 @@ def list_widths(saved: Saved) -> list[int]:
 
 BIASES = ["self_attention.dense.weight", "mlp.dense_4h_to_h.weight", "query_key_value.weight", "dense_h_to_4h.bias"]
 LAYOUTS = ["query_key_value.weight: (32, 32)", "per-rank [q; k; v]", "interleaved per head group", "megatron-gpt-"]
-UNSETTLED: dict[str, tuple[Launch, Launch, str, list[str], str]] = {
-    "a-buffer": (EXTRAS, pipe(1, 2), "", [".span: (16,) on 2 ranks in the checkpoint"], "\0"),
+UNSETTLED: dict[str, tuple[Launch, Launch, list[str], str]] = {
+    "a-buffer": (EXTRAS, pipe(1, 2), [".span: (16,) on 2 ranks in the checkpoint"], "\0"),
     # Metadata of a TP=1 source names no row-parallel parameters: upstream cuts them along the wrong dimension.
-    "rows": (megatron(PP2, model="unmarked"), TP2_PP2, "newest", BIASES, "layernorm"),
-    **{
-        f"fused-{model}": (megatron(TP2, model=model), plain(4), "newest", LAYOUTS, "self_attention.dense")
-        for model in FUSED
-    },
+    "rows": (megatron(PP2, model="unmarked"), TP2_PP2, BIASES, "layernorm"),
+    **{f"fused-{model}": (megatron(TP2, model=model), plain(4), LAYOUTS, "self_attention.dense") for model in FUSED},
 }
-"""Source, target, part of the save, words in the message, and a word that it lacks."""
+"""Source, target, words in the message, and a word that it lacks."""
 
 
 @pytest.mark.parametrize("name", params([*UNSETTLED][:3], UNSETTLED))
 def test_unknown_patterns_are_refused(name: str, engines: Engines) -> None:
-    source, target, part, words, absent = UNSETTLED[name]
-    folder = engines.saved(source).folder / part
-    (refused,) = engines.load(target.but(model=source.model), folder)
+    source, target, words, absent = UNSETTLED[name]
+    (refused,) = engines.load(target.but(model=source.model), engines.saved(source).folder)
     assert absent not in refused.check_refused("MismatchError", *words)

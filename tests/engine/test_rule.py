@@ -81,40 +81,28 @@ def find(live: Any, saved: Any, configured: Any = None) -> str:
     return find_other_rule(live, live.param_groups[0], saved, configured or {})
 
 
-def is_same_rule(saved: type, live: type) -> bool:
-    return saved is live or any({saved.__name__, live.__name__} <= family for family in SAME_RULE)
-
-
-def list_pairs() -> list[tuple[type, type]]:
-    """List pairs of classes whose states have the same names."""
-    states = {kind: states_of(kind) for kind in KINDS}
-    return [(saved, live) for saved in KINDS for live in KINDS if states[saved] == states[live]]
-
-
 def test_another_optimizer_class_with_equal_states_is_detected() -> None:
     """Classes with the same update rule have the same effective keys."""
-    pairs = list_pairs()
+    states = {kind: states_of(kind) for kind in KINDS}
+    pairs = [(saved, live) for saved in KINDS for live in KINDS if states[saved] == states[live]]
     assert len(pairs) > 2 * len(KINDS)
     for saved, live in pairs:
+        is_same = saved is live or any({saved.__name__, live.__name__} <= family for family in SAME_RULE)
         optimizer, group = make(live), group_of(make(saved))
         found = find(optimizer, {**group, "weight_decay": 0.0})
-        assert bool(found) is not is_same_rule(saved, live), (saved, live)
+        assert bool(found) is not is_same, (saved, live)
         assert not found or live.__name__ in found
         one_sided = list_one_sided(optimizer, [(optimizer.param_groups[0], group)])
-        assert not one_sided or not is_same_rule(saved, live), (saved, live)
-
-
-def list_switches() -> list[tuple[type, str, bool]]:
-    groups = [(kind, group_of(make(kind))) for kind in KINDS]
-    is_switch = lambda key, value: isinstance(value, bool) or (value is None and key in UNACTING)  # noqa: E731
-    return [(kind, key, bool(value)) for kind, held in groups for key, value in held.items() if is_switch(key, value)]
+        assert not (one_sided and is_same), (saved, live)
 
 
 def test_every_changed_switch_of_an_optimizer_is_described(subtests: pytest.Subtests) -> None:
     """The description has both values, in both directions. Choices of kernels are ignored."""
-    for kind, key, plain in list_switches():
-        with subtests.test(kind=kind.__name__, key=key):
-            check_switch(kind, key, plain)
+    for kind in KINDS:
+        for key, value in group_of(make(kind)).items():
+            if isinstance(value, bool) or (value is None and key in UNACTING):
+                with subtests.test(kind=kind.__name__, key=key):
+                    check_switch(kind, key, bool(value))
 
 
 def check_switch(kind: type, key: str, plain: bool) -> None:
@@ -135,18 +123,6 @@ def check_switch(kind: type, key: str, plain: bool) -> None:
         assert there.startswith(f"{key} {not plain} → {plain}") and back.startswith(f"{key} {plain} → {not plain}")
 
 
-def list_numbers() -> list[tuple[type, str]]:
-    made = [(kind, make(kind)) for kind in KINDS]
-    given = [(kind, held, list_given(held, held.param_groups[0])) for kind, held in made]
-    numbers = (int, float, tuple)
-    return [
-        (kind, key)
-        for kind, held, keys in given
-        for key in keys
-        if isinstance(value := held.param_groups[0][key], numbers) and not isinstance(value, bool)
-    ]
-
-
 def list_changes(
     optimizer: Any, *saved: dict[str, Any], scheduler: Any = None, configured: Any = None, **options: Any
 ) -> str:
@@ -156,15 +132,18 @@ def list_changes(
 
 
 def test_every_changed_number_of_an_optimizer_is_described(subtests: pytest.Subtests) -> None:
-    for kind, key in list_numbers():
-        with subtests.test(kind=kind.__name__, key=key):
-            optimizer = make(kind)
-            saved = group_of(optimizer)
-            value = saved[key]
-            saved[key] = tuple(each and each / 2 for each in value) if isinstance(value, tuple) else value / 2 + 0.25
-            text = list_changes(optimizer, saved)
-            assert f"saved: {key} " in text and '"param_groups": "live"' in text
-            assert list_changes(optimizer, group_of(optimizer)) == ""
+    for kind in KINDS:
+        optimizer = make(kind)
+        group = group_of(optimizer)
+        assert list_changes(optimizer, group) == ""
+        for key in list_given(optimizer, group):
+            value = group[key]
+            if isinstance(value, bool) or not isinstance(value, int | float | tuple):
+                continue
+            other = tuple(each and each / 2 for each in value) if isinstance(value, tuple) else value / 2 + 0.25
+            with subtests.test(kind=kind.__name__, key=key):
+                text = list_changes(optimizer, {**group, key: other})
+                assert f"saved: {key} " in text and '"param_groups": "live"' in text
 
 
 # -- hyper-parameters that only one side has
@@ -283,9 +262,8 @@ class Derived(Estimating):
         super().__init__(*args, **kwargs)
 
 
-@pytest.mark.parametrize("kind", [Estimating, Derived])
-def test_entries_that_an_optimizer_adds_to_its_groups_are_not_compared(kind: Any) -> None:
-    live = make(kind)
+def test_entries_that_an_optimizer_adds_to_its_groups_are_not_compared() -> None:
+    live = make(Derived)
     saved = {**group_of(live), "d": 0.5, "k": 7, "train_mode": True, "step": 3}
     assert find(live, saved) == ""
     assert list_changes(live, saved) == ""
@@ -309,12 +287,10 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "StepLR": lambda o: torch_schedules.StepLR(o, 1),
     "LambdaLR": lambda o: torch_schedules.LambdaLR(o, lambda step: step / 10),
     "CosineAnnealingLR": lambda o: torch_schedules.CosineAnnealingLR(o, 10),
-    "LinearLR": torch_schedules.LinearLR,
     "ExponentialLR": lambda o: torch_schedules.ExponentialLR(o, 0.5),
     "CyclicLR": lambda o: torch_schedules.CyclicLR(o, 0.01, 0.1),
     "OneCycleLR": lambda o: torch_schedules.OneCycleLR(o, 0.1, total_steps=20),
     "WarmupLR": lr_schedules.WarmupLR,
-    "WarmupDecayLR": lambda o: lr_schedules.WarmupDecayLR(o, 20),
     "WarmupCosineLR": lambda o: lr_schedules.WarmupCosineLR(o, 20),
     "LRRangeTest": lr_schedules.LRRangeTest,
     "OneCycle": lambda o: lr_schedules.OneCycle(o, 0.01, 0.1),

@@ -162,7 +162,6 @@ class Source:
         options: of its ``make``, which the loading engine does not have.
         arguments: of `load_checkpoint`.
         steps: before and after the save.
-        part: folder below the run's folder.
         change: takes the driver, the folder of the run and a new one, which it fills; the engine loads this.
         unreadable: files whose name contains this cannot be opened on rank 1.
         check: takes the saved run and the outcome, instead of the usual comparison.
@@ -173,14 +172,13 @@ class Source:
     options: Mapping[str, Any] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
     steps: tuple[int, int] = STEPS
-    part: str = ""
     change: Change | None = None
     unreadable: str = ""
     check: Check | None = None
     name: str = ""
 
     def __str__(self) -> str:
-        texts = [str(self.kind), *map(str, self.options.values()), *self.arguments, self.part, self.name]
+        texts = [str(self.kind), *map(str, self.options.values()), *self.arguments, self.name]
         return "-".join(filter(None, texts))
 
 
@@ -248,7 +246,7 @@ class Engines:
         self.build(options.get("optimizer") or kind.operator)
         place = Path(str(folder)) if folder else self._make_folder()
         training = kind.training(seed, str(place), **options)
-        more = {"after": after, "client_states": kind.client_states, "plugin": plugin, "read": kind.read}
+        more = {"after": after, "client_state": kind.client_state, "plugin": plugin, "read": kind.read}
         return Saved(kind, place, self.get(kind).run(save, training, str(place), tuple(steps), **more))
 
     def saved(self, kind: Kind | Source, **options: Any) -> Saved:
@@ -261,10 +259,10 @@ class Engines:
             self._saved[key] = self.save(source.kind, seed=seed, steps=(before,), after=after, **options)
         run = self._saved[key]
         if source.change is None:
-            return run.at(run.folder / source.part) if source.part else run
+            return run
         if (key, source.change) not in self._changed:
             folder = self._make_folder()
-            source.change(self, run.folder / source.part, folder)
+            source.change(self, run.folder, folder)
             self._changed[key, source.change] = run.at(folder)
         return self._changed[key, source.change]
 

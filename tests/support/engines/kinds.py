@@ -54,6 +54,9 @@ class Kind:
     universal: ClassVar[Any] = None
     """The plugin's section while the engine saves; None: the plugin is off."""
 
+    client_state: ClassVar[Any] = None
+    """Client state of saves; by default the one that the training attached to its engine."""
+
     def __str__(self) -> str:
         parts = [f"zero{self.stage}", self.precision, f"of{self.world}"]
         for each in fields(self)[3:]:
@@ -137,11 +140,6 @@ class Kind:
     def keep(self, state: Any) -> Any:
         """Return the part of a joined state in the files."""
         return state
-
-    @property
-    def client_states(self) -> Mapping[str, Any] | None:
-        """Client states; the engine saves with each of them, into a folder of its name."""
-        return None
 
     def compare(self, saved: Any, loaded: Any, *, buffers: bool = True) -> tuple[int, list[str]]:
         """Compare joined states to the bit. Return the number of compared tensors, and the differences."""

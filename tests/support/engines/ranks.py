@@ -153,7 +153,7 @@ def save(
     steps: Sequence[int] = (2,),
     *,
     after: int = 0,
-    client_states: Mapping[str, Mapping[str, Any]] | None = None,
+    client_state: Mapping[str, Any] | None = None,
     plugin: bool = True,
     read: Callable[[Any], Any] = capture,
 ) -> Local:
@@ -162,7 +162,6 @@ def save(
     Args:
         steps: trained before each save.
         after: steps after the last save.
-        client_states: save once with each of them, into a folder of its name.
 
     Returns:
         The engine at the last save, and the losses after it.
@@ -172,10 +171,10 @@ def save(
         engine = next(trained)
         for count in steps:
             train_steps(trained, count)
-            for name, state in (client_states or {"": make_client_state(engine)}).items():
-                engine.save_checkpoint(os.path.join(_pick(folder), name), client_state=dict(state))
+            state = dict(client_state or make_client_state(engine))
+            engine.save_checkpoint(_pick(folder), client_state=dict(state))
         local = describe(engine, read)
-        local.client_state = dict(state)
+        local.client_state = state
         local.losses = train_steps(trained, after)
         trained.close()
         engine.destroy()
