@@ -39,7 +39,6 @@ def target_of(source: Case) -> Case:
 
 
 def load(engines: Engines, target: Case, *loads: Load, **options: Any) -> list[Outcome]:
-    """Load with the plugin into one engine."""
     outcomes = engines.load(target, *loads, read_before=True, **options)
     for outcome in outcomes:
         assert not outcome.errors, outcome.errors[0]
@@ -69,7 +68,6 @@ def test_arguments_have_the_same_effect_as_in_deepspeeds_load(
 
 
 def check_answers(live: Local, upstream: Local) -> None:
-    """Compare return values, counters and scheduler."""
     assert live.path == upstream.path
     assert live.client_state is not None and upstream.client_state is not None
     # DeepSpeed returns these tensors, too; the plugin does not read them a second time.

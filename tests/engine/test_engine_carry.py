@@ -62,7 +62,6 @@ def train(ds_config: dict[str, Any], folder: str, steps: int, *, seed: int, load
 
 
 def take(sampler: ElasticSampler, steps: int, share: int) -> Iterator[list[int]]:
-    """Yield this rank's samples of each step, epoch after epoch."""
     while True:
         batch: list[int] = []
         for sample in sampler:

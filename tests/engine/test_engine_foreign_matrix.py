@@ -117,7 +117,6 @@ def read_nested(folder: Path) -> Tree:
 
 
 def read_folders(folder: Path) -> Tree:
-    """Read Accelerate's folders."""
     model, optimizer = read_all(folder / "pytorch_model_fsdp_0"), read_all(folder / "optimizer_0")
     return model["model"], optimizer["optimizer"]["state"]
 
@@ -240,14 +239,12 @@ class Adapted(Case):
 
 
 def save_sharded(folder: str) -> None:
-    """Train under FSDP2 and save."""
     model, optimizer = fsdp_run.build_sharded()
     fsdp_run.train(model, optimizer, range(3))
     fsdp_run.save_sharded(folder, model, optimizer)
 
 
 def load(engines: Engines, kind: Case, folder: Path) -> tuple[CapturedEngine, str]:
-    """Return the state and the messages of an engine after a load."""
     (outcome,) = engines.load(kind, Load(str(folder)))
     assert not outcome.errors, outcome.errors[0]
     return outcome.state, "\n".join(text for _, text in outcome.ranks[0].log)
@@ -324,7 +321,6 @@ def test_a_refused_foreign_checkpoint_leaves_the_engine_unchanged(tmp_path: Path
 
 
 def flip_tensor(path: Path, tensor: torch.Tensor) -> None:
-    """Flip a bit of a tensor in a file."""
     data = bytearray(path.read_bytes())
     data[data.index(tensor.contiguous().numpy().tobytes()) + 9] ^= 4
     path.write_bytes(data)

@@ -227,7 +227,6 @@ def test_an_autoep_runs_export_is_a_model_of_the_hub(hub: Any, name: str, engine
 
 
 def load_model(engines: Engines, kind: Any, folder: Path) -> Any:
-    """Return the logits and the state dict of an engine after a load."""
     (outcome,) = engines.load(kind, Load(str(folder)))
     assert not outcome.errors, outcome.errors[0]
     return outcome.state

@@ -174,7 +174,6 @@ def test_engines_with_and_without_the_plugin_in_one_process(engines: Engines) ->
 
 
 def two_engines(on: dict[str, Any], off: dict[str, Any], folder: str) -> tuple[Any, str, list[Any]]:
-    """Load a checkpoint of another size into an engine with the plugin and one without, in one process."""
     first, second = (make_engine(config, **SMALL) for config in (on, off))
     error = ""
     try:
@@ -196,7 +195,6 @@ def test_preserve_batch_size_changes_the_engines_batch_sizes(ucp_worlds: WorldPo
 
 
 def read_batch_sizes(ds_config: dict[str, Any]) -> tuple[int, int, int]:
-    """Return the total batch, micro batch and gradient accumulation steps of an engine."""
     engine = make_engine(ds_config, "plain")
     sizes = engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
     engine.destroy()

@@ -47,8 +47,6 @@ class Layers(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Ordered(Case):
-    """A stage-0 engine of `Layers`."""
-
     stage: int = 0
     world: int = 1
     names: str = "b a c"
@@ -180,7 +178,6 @@ class Heads(Case):
 
     @staticmethod
     def read(engine: Any) -> dict[str, torch.Tensor]:
-        """Read parameters, buffers and scales, whole."""
         params = list(engine.module.parameters())
         with GatheredParameters(params, enabled=any(hasattr(param, "ds_id") for param in params)):
             found = {name: value.detach().clone() for name, value in engine.module.named_parameters()}
@@ -273,8 +270,6 @@ class Net(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Shared(Case):
-    """An engine of `Net`."""
-
     unclear: bool = False
 
     def make(self, seed: int) -> Any:

@@ -35,7 +35,6 @@ MOE = plain(2, 3, world=2, model="moe")
 
 
 def go(source: Launch, target: Launch, patterns: Any = None, **more: Any) -> Row:
-    """Make a row of one source."""
     source, target = resume(source, target, patterns)
     return Row(target, [source], **{"name": source.model, "compared": MOST, **more})
 
@@ -158,7 +157,6 @@ class Megatron(Launch):
 
 
 def make_arguments(launch: Launch) -> Any:
-    """Return Megatron-DeepSpeed's arguments for a model."""
     sizes = {"kv_heads": 0, "ffn": 0, "swiglu": False, "rmsnorm": False, "rotary": False, "untied": False, "bias": True}
     sizes.update(MODELS[launch.model])
     return megatron_args(
@@ -189,7 +187,6 @@ def megatron(launch: Launch, **more: Any) -> Megatron:
 
 
 def check_client_state(saved: Saved, outcome: Outcome) -> None:
-    """Check that the arguments of Megatron are restored."""
     found, saved_state = outcome.ranks[0].client_state, saved.kind.client_state
     expected = {key: saved_state[key] for key in saved_state if key != "universal_checkpoint_info"}
     assert {key: found.get(key) for key in expected} == expected
@@ -398,7 +395,6 @@ def test_saved_affine_maps_override_saved_lists(engines: Engines) -> None:
 
 
 def list_widths(saved: Saved) -> list[int]:
-    """List the rows of a query projection by tensor-parallel rank."""
     name = "model.layers.0.self_attn.q_proj.weight"
     found = {local.place.tp_rank: len(local.state.parameters[name].value) for local in saved.ranks}
     return [found[rank] for rank in sorted(found)]

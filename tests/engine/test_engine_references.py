@@ -58,8 +58,6 @@ class KeepsDicts(KeepsList):
 
 
 class KeepsBetas(KeepsList):
-    """Like KeepsList, and also sets betas."""
-
     def step(self) -> None:
         super().step()
         for group in self.groups:
@@ -140,8 +138,6 @@ class Trace:
 
 
 class Training:
-    """An engine of two param groups and a scheduler."""
-
     def __init__(self, case: Case, name: str, way: str, seed: int) -> None:
         make, config = {**HOLDERS, **SCHEDULERS}[name], case.on().ds_config
         if way == "config":

@@ -38,7 +38,6 @@ ENGINES: dict[str, tuple[Kind, dict[str, Any], list[Source]]] = {}
 
 
 def find_optim(case: Case, rank: int) -> str:
-    """Return the name of a rank's file of optimizer states."""
     return ("bf16_" if case.precision == "bf16" else "") + OPTIM.format(rank)
 
 
@@ -103,8 +102,6 @@ def at(name: str, do: Callable[[Path], object]) -> Change:
 
 
 def swap(source: Source, name: str) -> Change:
-    """Return a function that copies a run and takes one file from another run."""
-
     def change(engines: Engines, run: Path, folder: Path) -> None:
         shutil.copytree(run, folder, dirs_exist_ok=True)
         other = engines.saved(source).folder / f"global_step{source.steps[0]}"
@@ -234,7 +231,6 @@ def add_experts() -> None:
 
 
 def add_autoep() -> None:
-    """Add placements and numbers of AutoEP's experts."""
     from tests.support.engines.autoep import Spread as Auto
     from tests.support.engines.autoep import move_experts
 

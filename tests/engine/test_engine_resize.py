@@ -88,7 +88,6 @@ def check_losses(saved: Saved, outcome: Outcome) -> None:
 
 
 def list_states(parameter: CapturedParameter) -> dict[str, Tensor]:
-    """Return the master and the optimizer states."""
     assert parameter.fp32 is not None
     return {"fp32": parameter.fp32, **parameter.tensors}
 
@@ -111,7 +110,6 @@ def grow(saved: CapturedEngine, live: CapturedEngine) -> dict[str, dict[str, Ten
 
 
 def check(state: CapturedEngine, wanted: Mapping[str, Mapping[str, Tensor]], precision: str) -> None:
-    """Compare masters, states and 16-bit copies to the bit."""
     assert state.parameters.keys() == wanted.keys()
     for name, each in state.parameters.items():
         check_same(list_states(each), dict(wanted[name]))
@@ -194,7 +192,6 @@ def test_a_vocabulary_grows_under_tensor_parallelism(
 
 
 def spoil(path: Path) -> None:
-    """Change a byte in the middle of a file's tensors."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)

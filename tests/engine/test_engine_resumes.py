@@ -368,7 +368,6 @@ KEPT = {"data_types": {"buffer_dtype": "bf16", "keep_in_fp32_modules": ["running
 
 
 def list_dtypes(state: CapturedEngine) -> set[tuple[str, torch.dtype]]:
-    """List the dtypes of masters and moments."""
     trained = [each for each in state.parameters.values() if each.fp32 is not None]
     masters = {("fp32", each.fp32.dtype) for each in trained if each.fp32 is not None}
     return masters | {(name, tensor.dtype) for each in trained for name, tensor in each.tensors.items()}

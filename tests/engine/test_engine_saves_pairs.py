@@ -144,7 +144,6 @@ def save(name: str, folder: str, reference: str, swap: str, steps: int = 2) -> L
 
 
 def load_elsewhere(name: str, folder: str, swap: str) -> Local:
-    """Load in another topology."""
     _, kind, options = KINDS[name]
     engine = next(kind.training(3, swap, **options)())
     path, _ = engine.load_checkpoint(folder)
@@ -174,7 +173,6 @@ PLACE = "s3://bucket"
 
 @pytest.fixture
 def memory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """Make a folder of the kind in the row."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if "tmpfs" in request.param else tmp_path) as folder:
         yield folder
 
@@ -303,7 +301,6 @@ def mend_copies(local: Local) -> Local:
 
 
 def describe_files(folder: Path) -> dict[str, Any]:
-    """Return the keys, types, shapes and dtypes in each file of states."""
     paths = sorted(folder.rglob("*_states.pt"))
     return {str(path.relative_to(folder)): describe_value(torch.load(path, weights_only=False)) for path in paths}
 

@@ -35,7 +35,6 @@ SOURCE, TARGET = (Launch(case.world, case.ds_config) for case in (Case(1, 2), Ca
 
 
 def train(ds_config: dict[str, Any], model: str = "plain", **options: Any) -> Generator[Any, None, None]:
-    """Yield an engine, then the loss of each step."""
     engine = make_engine(ds_config, model, **options)
     yield engine
     yield from train_engine(engine)

@@ -119,8 +119,6 @@ def test_saved_fractions_are_not_truncated_to_a_live_integer() -> None:
 
 
 class Counting(torch.nn.Linear):
-    """Has an extra state."""
-
     def get_extra_state(self) -> int:
         return 1
 

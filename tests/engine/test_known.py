@@ -31,7 +31,6 @@ class FastCheckpointEngine:
 
 
 def make(row: tuple[str, int] = ("zero12", 1), **differs: Any) -> Any:
-    """Make a plain target with changed topology, engine or attributes."""
     wrapper, stage = row
     topology = {"wrapper": wrapper, "zero_stage": stage, "precision": "float32", "tp": 1, "pp": 1}
     topology |= {"offload": "none/none", **differs.pop("topology", {})}

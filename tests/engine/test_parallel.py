@@ -117,8 +117,6 @@ class Slotted:
 
 @dataclass
 class Model:
-    """A model with Megatron-DeepSpeed's method."""
-
     info: Any
 
     def universal_checkpoint_info(self) -> Any:

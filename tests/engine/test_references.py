@@ -16,7 +16,6 @@ from deepspeed_ucp.engine.references import keep_references, replace_method
 
 
 def make_optimizer(kind: Any = torch.optim.AdamW, **options: Any) -> Any:
-    """Make an optimizer that has taken a step."""
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
     optimizer = kind([{"params": [param]} for param in params], **options)
@@ -45,7 +44,6 @@ def list_objects(optimizer: Any) -> Iterator[Any]:
 
 
 def change(state: dict[str, Any]) -> dict[str, Any]:
-    """Copy a state dict and change its numbers."""
     state = copy.deepcopy(state)
     for number, group in enumerate(state["param_groups"]):
         group |= {"lr": group["lr"] * (2 + number), "betas": (0.1, 0.2)}

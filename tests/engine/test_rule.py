@@ -126,7 +126,6 @@ def check_switch(kind: type, key: str, plain: bool) -> None:
 def list_changes(
     optimizer: Any, *saved: dict[str, Any], scheduler: Any = None, configured: Any = None, **options: Any
 ) -> str:
-    """Compare an optimizer's first group with saved groups."""
     pairs = [(optimizer.param_groups[0], group) for group in saved]
     return list_edits(optimizer, pairs, scheduler, configured or {}, **{"takes_saved": True, **options})
 
@@ -300,7 +299,6 @@ TORCHS = [name for name in SCHEDULES if hasattr(torch_schedules, name)]
 
 
 def run_saved(name: str) -> dict[str, Any]:
-    """Return the param group after some steps of a run."""
     optimizer = make(ADAMW, lr=0.02)
     scheduler = SCHEDULES[name](optimizer)
     for _ in range(4):

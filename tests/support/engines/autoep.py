@@ -149,8 +149,6 @@ class Block(nn.Module):
 
 
 class NativeExpert(nn.Module):
-    """One expert of DeepSpeed's native layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.w1, self.w3 = (nn.Linear(HIDDEN, INNER, bias=False) for _ in range(2))
@@ -233,7 +231,6 @@ def make(spread: Spread, seed: int, *, frozen: bool = False, biased: bool | None
 
 
 def cut_dense(tp: int) -> dict[str, Any]:
-    """Returns the section of AutoTP for the two dense layers of a block."""
     specs = [{"patterns": [rf".*\.dense\.{n}\.weight"], "partition_type": kind} for n, kind in enumerate(KINDS)]
     return {"autotp_size": tp, "partition_config": {"use_default_specs": False, "layer_specs": specs}}
 

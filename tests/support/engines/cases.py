@@ -91,13 +91,11 @@ def step(engine: Any) -> float:
 
 
 def train_engine(engine: Any) -> Generator[float, None, None]:
-    """Yield the loss of each step."""
     while True:
         yield step(engine)
 
 
 def compute_loss(engine: Any) -> torch.Tensor:
-    """Return the loss of this rank's share of the global batch of a step."""
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     generator = torch.Generator().manual_seed(1000 + engine.global_steps)
     batch = torch.randn(BATCH, FEATURES + 1, generator=generator).chunk(ranks)[rank].to(engine.device)
@@ -139,7 +137,6 @@ def make_engine(
 
 
 def build_op(name: str) -> None:
-    """Compile one of DeepSpeed's operators, or load it."""
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().create_op_builder(name).load()

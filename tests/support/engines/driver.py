@@ -43,11 +43,9 @@ class Saved:
 
     @cached_property
     def losses(self) -> list[float]:
-        """The loss of each step after the save."""
         return average_losses(self.ranks)
 
     def at(self, folder: Path) -> Saved:
-        """Return the run with its files in another folder."""
         found = copy.copy(self)
         found.folder = folder
         return found
@@ -67,7 +65,6 @@ class Outcome:
 
     @cached_property
     def state(self) -> Any:
-        """The joined state."""
         return self.kind.join(self.ranks)
 
     def list_messages(self, level: str, part: str = "") -> list[str]:
@@ -139,13 +136,11 @@ def refuse(*words: str, **options: bool) -> Check:
 
 
 def convert(_engines: Engines, run: Path, folder: Path, **options: Any) -> None:
-    """Convert a run to an atomic checkpoint."""
     report = convert_checkpoint(str(run), str(folder / "step_universal"), **options)
     assert report.tensors and not report.reused
 
 
 def convert_upstream(_engines: Engines, run: Path, folder: Path) -> None:
-    """Convert a run by DeepSpeed's converter."""
     to_universal(run / (run / "latest").read_text().strip(), folder / "step_universal")
 
 
@@ -228,7 +223,6 @@ class Engines:
         self._built: set[str] = set()
 
     def get(self, kind: Kind) -> World:
-        """Return the world of a kind."""
         return self.worlds.get(kind.world)
 
     def save(

@@ -105,7 +105,6 @@ def make_model(kind: str = "fused", ep: int = 1) -> Stack:
 
 
 def sort_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return the matrices and the vectors that are trained."""
     trained = [param for param in module.parameters() if param.requires_grad]
     return [each for each in trained if each.dim() > 1], [each for each in trained if each.dim() < 2]
 

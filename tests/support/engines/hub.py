@@ -143,7 +143,6 @@ class Stages(kinds.Kind):
 
     @staticmethod
     def read(engine: Any) -> int:
-        """Return the number of steps."""
         return int(engine.global_steps)
 
     def join(self, ranks: Sequence[Any]) -> int:

@@ -67,7 +67,6 @@ class Kind:
 
     @property
     def home(self) -> Any:
-        """The module or class that makes and trains the engine."""
         return type(self) if hasattr(self, "make") else sys.modules[type(self).__module__]
 
     @property
@@ -75,7 +74,6 @@ class Kind:
         return self.make_config()
 
     def make_config(self, zero: Mapping[str, Any] | None = None, **more: Any) -> dict[str, Any]:
-        """Return the ds_config with further keys."""
         return {
             "train_batch_size": self.batch,
             # The default bucket has 5e8 elements; the tests hash all memory of an engine.
@@ -99,7 +97,6 @@ class Kind:
         return replace(self, **changes)
 
     def on(self, **options: Any) -> Any:
-        """Return the kind with the plugin on, with these options."""
         return self.but(config={**self.config, "checkpoint": {"universal": options or True}})
 
     def saving(self, memory: Path, **options: Any) -> Any:
@@ -121,7 +118,6 @@ class Kind:
         return partial(run, self, seed, {**self.list_options(folder), **options})
 
     def surround(self) -> AbstractContextManager[Any]:
-        """Return a context manager around the life of an engine on its rank."""
         return nullcontext()
 
     def list_options(self, folder: str) -> dict[str, Any]:
@@ -134,11 +130,9 @@ class Kind:
         return getattr(self.home, "read_states", read_states)  # type: ignore[no-any-return]
 
     def join(self, ranks: Sequence[Any]) -> Any:
-        """Join the states of all ranks; replicas must be equal."""
         return join([local.state for local in ranks])
 
     def keep(self, state: Any) -> Any:
-        """Return the part of a joined state in the files."""
         return state
 
     def compare(self, saved: Any, loaded: Any, *, buffers: bool = True) -> tuple[int, list[str]]:
@@ -184,7 +178,6 @@ def _describe(name: str, value: Any) -> list[str]:
 
 
 def run(kind: Kind, seed: int, options: Mapping[str, Any]) -> Generator[Any, None, None]:
-    """Yield the engine of a kind, then the loss of each step."""
     torch._dynamo.config.disable = True  # Muon's compiled update needs minutes; names of compiled models stay
     with kind.surround():
         engine = kind.home.make(kind, seed, **options)
@@ -216,7 +209,6 @@ def forget_autocast() -> None:
 
 
 def mean_square(output: Tensor, _label: Tensor) -> Tensor:
-    """Compute a loss without labels."""
     return output.float().pow(2).mean()
 
 

@@ -38,7 +38,6 @@ MODELS |= {f"{model}-wider": {**sizes, "vocab_size": VOCABULARY + 3} for model, 
 
 
 def make(launch: Launch, seed: int) -> Any:
-    """Make the engine of a tiny Llama with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)

@@ -13,8 +13,6 @@ FEATURES = 13
 
 
 class Base(nn.Module):
-    """Casts the input to the dtype of the weights."""
-
     def forward(self, x: Tensor) -> Tensor:
         return self.body(x.to(next(self.parameters()).dtype))
 
@@ -89,8 +87,6 @@ class Columns(Plain):
 
 
 class TwoDtypes(Plain):
-    """`Plain` with a first layer in 16 bits and a last one in 32, both created by the client."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first.to(torch.bfloat16)
@@ -100,8 +96,6 @@ class TwoDtypes(Plain):
 
 
 class Renamed(Plain):
-    """`Plain` whose last layer has another name."""
-
     def __init__(self) -> None:
         super().__init__()
         self.head = self.last
@@ -112,8 +106,6 @@ class Renamed(Plain):
 
 
 class Deeper(Plain):
-    """`Plain` with one more parameter."""
-
     def __init__(self) -> None:
         super().__init__()
         self.gain = nn.Parameter(torch.ones(1))
@@ -170,7 +162,6 @@ def empty() -> nn.Module:
 
 
 def frozen() -> nn.Module:
-    """`Plain` whose first layer is not trained."""
     module = Plain()
     module.first.requires_grad_(False)
     return module
@@ -254,7 +245,6 @@ class RowMean(Simple):
 
 
 def _deepspeed(module: str, name: str, **options: Any) -> Callable[[Any], Any]:
-    """Return a factory of one of DeepSpeed's optimizers."""
     return lambda groups: getattr(import_module(f"deepspeed.ops.{module}"), name)(groups, **options)
 
 

@@ -56,7 +56,6 @@ class Kind(kinds.Kind):
         return 0.0 if alike else None
 
     def configure(self, swap: str) -> dict[str, Any]:
-        """Return the ds_config with a folder for swap files."""
         zero: dict[str, Any] = {}
         if self.stage == 3:
             zero |= {"sub_group_size": WIDTH * WIDTH // 2 // self.world, "stage3_param_persistence_threshold": 100}
@@ -98,7 +97,6 @@ class Model(nn.Module):
 
 
 def make(kind: Kind, seed: int, swap: str) -> Any:
-    """Make an engine that swaps to a folder."""
     aio_standin.install()
     for module in (utils, optimizer_utils, partitioned_param_swapper):
         module.MIN_AIO_BYTES = LEAST

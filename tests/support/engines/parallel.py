@@ -76,7 +76,6 @@ class Launch(Kind):
         return join(ranks, self.model)
 
     def keep(self, state: CapturedEngine) -> CapturedEngine:
-        """Return the part of a joined state in the files."""
         if not self.loses_copies:
             return state
         return replace(state, parameters={name: each for name, each in state.parameters.items() if "#" not in name})
@@ -97,12 +96,10 @@ class Launch(Kind):
 
 
 def pipe(tp: int = 1, pp: int = 1, stage: int = 1, precision: str = "fp32", **more: Any) -> Launch:
-    """Make a launch of a pipeline."""
     return Launch(stage, more.pop("world", 4), precision, tp=tp, pp=pp, **more)
 
 
 def plain(tp: int = 1, stage: int = 1, **more: Any) -> Launch:
-    """Make a launch without a pipeline."""
     return pipe(tp, stage=stage, pipeline=False, **more)
 
 
@@ -114,7 +111,6 @@ def resume(source: Launch, target: Launch, patterns: Any = None) -> tuple[Launch
 
 
 def find_name(name: str, model: str) -> str:
-    """Return the name of a parameter in one of a model's builds."""
     return engine_gpt.find_name(name, model) if model in engine_gpt.MODELS else name
 
 
@@ -157,7 +153,6 @@ def _number(name: str, found: Mapping[str, Any]) -> str:
 
 
 def count_copies(name: str, found: Mapping[str, Any]) -> int:
-    """Return the number of stages with this parameter."""
     return sum(each.partition("#")[0] == name.partition("#")[0] for each in found)
 
 
@@ -179,7 +174,6 @@ def _join_parameter(shards: Sequence[CapturedParameter], name: str, model: str) 
 
 
 def join_tensors(shards: Sequence[Any], name: str, model: str) -> Any:
-    """Join the shards of the tensor-parallel ranks."""
     cut = find_blocks(name, model)
     if cut is None:
         assert all(torch.equal(shard, shards[0]) for shard in shards), f"{name}: replicas differ"

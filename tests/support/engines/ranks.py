@@ -57,7 +57,6 @@ class Load:
     steps: int = 0
 
     def run(self, engine: Any) -> Any:
-        """Return the result of `load_checkpoint`."""
         with _blocked(self.unreadable if dist.get_rank() == 1 else ""):
             return engine.load_checkpoint(_pick(self.folder), **self.arguments)
 
@@ -182,7 +181,6 @@ def save(
 
 
 def make_client_state(engine: Any) -> Mapping[str, Any]:
-    """Return the client state that the training attached to its engine, or a default."""
     return getattr(engine, "make_client_state", lambda: CLIENT_STATE)()  # type: ignore[no-any-return]
 
 
@@ -355,7 +353,6 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def edit(path: Path, change: Callable[[Any], object]) -> None:
-    """Change the contents of a file of `torch.save`."""
     tree = torch.load(path, weights_only=False)
     change(tree)
     torch.save(tree, path)
@@ -378,7 +375,6 @@ def _read(path: Path) -> Any:
 
 
 def is_same(left: Any, right: Any) -> bool:
-    """Return True if the contents of two files are equal to the bit."""
     if type(left) is not type(right):
         return False
     if torch.is_tensor(left):  # uninitialised memory, such as stage 3's padding, may be NaN

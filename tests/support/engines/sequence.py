@@ -68,7 +68,6 @@ def make(spread: Spread, seed: int, **options: Any) -> Any:
 
 
 def step(engine: Any) -> float:
-    """Train on the same samples on any ranks."""
     # DeepSpeed adds the gradients of a sequence group, except if ZeRO 3 averages over all ranks.
     sums = 1 if engine.zero_optimization_stage() == 3 and engine.zero_reduce_scatter() else engine.sp
     rank, dp = dist.get_rank(), dist.get_world_size() // engine.sp
