@@ -259,11 +259,7 @@ OF_EACH = [TRAINED[place] for place in (0, 1, 2, 5, 7, 9, 11, 12, 13, 17, 18)]
 
 
 def list_rows(turn: int, every: bool) -> list[tuple[str, str]]:
-    """List schedulers with a way to pass each to the engine, which depends on the turn.
-
-    Args:
-        every: all schedulers in every way.
-    """
+    """List schedulers with a way to pass each to the engine, which depends on the turn."""
     found = []
     for number, name in enumerate((*HOLDERS, *SCHEDULERS)):
         ways = list_ways(name)

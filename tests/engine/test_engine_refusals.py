@@ -57,9 +57,6 @@ def add(
     Args:
         words: parts of the message, or types of the error.
         target: by default `TARGETS` of the source's stage.
-        saved: options of the source's ``make``.
-        live: options of the engine's ``make``.
-        more: further fields of the source.
     """
     model = SMALL if isinstance(source, Case) else {}
     kind, options = target or TARGETS[source.stage], {**model, **(live or {})}

@@ -49,10 +49,7 @@ MIB_FREE = "deepspeed_ucp.saves.budget.count_free"
 
 
 class Save(NamedTuple):
-    """A save: micro steps before it, its tag, and a fault.
-
-    The fault is "no room" before it on all ranks, "runs full" in it on the last rank, or empty.
-    """
+    """Micro steps before a save, its tag, and a fault: "no room" on all ranks or "runs full" on the last one."""
 
     steps: int = 1
     tag: str | None = None
@@ -302,15 +299,7 @@ def follow(engine: Any, folder: str, *, every: Any, **options: Any) -> Iterator[
 
 @dataclass
 class Trained:
-    """One rank's part of a run.
-
-    Attributes:
-        step, client_state: at the start.
-        begun: state at the start.
-        draws: samples of each step, and a random number drawn for them.
-        states: at the end of each step.
-        taken: steps with a snapshot.
-    """
+    """One rank's part of a run: its start, samples and random number of each step, states after steps, snapshots."""
 
     step: int
     client_state: dict[str, Any]
@@ -323,11 +312,7 @@ class Trained:
 def train(
     ds_config: dict[str, Any], folder: str, steps: int, *, every: int, seed: int, saves: dict[int, str] | None = None
 ) -> Trained:
-    """Load and train on the sampler's batches.
-
-    Args:
-        saves: by step the folder of a save after it.
-    """
+    """Load and train on the sampler's batches; `saves`: by step the folder of a save after it."""
     rank, world = dist.get_rank(), dist.get_world_size()
     engine = make_engine(ds_config, "plain", seed=seed)
     sampler = ElasticSampler(SAMPLES, BATCH, rank=rank, world=world, seed=1)
@@ -357,11 +342,7 @@ def train(
 
 
 def train_by_the_clock(ds_config: dict[str, Any], folder: str, seconds: dict[int, float], steps: int) -> list[int]:
-    """List the steps of snapshots every 5 s, on ranks whose clocks differ.
-
-    Args:
-        seconds: duration of the steps from this step on.
-    """
+    """List the steps of snapshots every 5 s, on ranks whose clocks differ; `seconds`: by first step."""
     engine, now = make_engine(ds_config), 1000.0 * dist.get_rank()
     trained, save_checkpoint, step = train_engine(engine), engine.save_checkpoint, engine.step
 

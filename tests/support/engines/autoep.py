@@ -41,11 +41,9 @@ class Spread(Kind):
     """Experts in one of several forms.
 
     Attributes:
-        ep: expert-parallel degree.
         data_first: order of the groups.
         tp: ranks over which AutoTP cuts the dense layers; experts are spread over these too.
         muon: it trains the matrices, including the experts' matrices.
-        pp: stages of a pipeline.
         kind: form of the experts: ``autoep``; ``fused``, one parameter for all; ``native``, of DeepSpeed.
         biased: AutoEP's routers have a buffer.
     """

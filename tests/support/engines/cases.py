@@ -116,9 +116,7 @@ def make_engine(
 
     Args:
         scheduler: add a learning-rate scheduler, by default LambdaLR; the callable takes the optimizer.
-        reverse_groups: reverse the order of the optimizer's groups.
         zero_init: build the model under `deepspeed.zero.Init`, partitioned from the start.
-        mpu: model parallel unit, for parallelism other than data parallelism.
     """
     allow_fp16_on_cpu()
     forget_autocast()

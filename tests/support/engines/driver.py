@@ -105,8 +105,6 @@ class Outcome:
         Args:
             direct: the plugin's loader is expected; by default `is_direct` of the kind.
             tolerance: of losses; by default `find_tolerance` of the kind.
-            least: number of tensors to compare.
-            options: of `compare` of the kind.
         """
         assert not self.errors, self.errors[0]
         expected = self.kind.is_direct(saved.kind) if direct is None else direct
@@ -182,13 +180,10 @@ class Row:
     """One engine that loads several runs in turn. State that a load leaves behind changes the next load.
 
     Attributes:
-        sources: kinds, or descriptions with more.
         options: of ``make`` of both sides.
         live: of ``make`` of only the target.
         check: takes the saved run and the outcome after the comparison.
         compared: arguments of `Outcome.check`.
-        exhaustive: runs under ``-m exhaustive`` only.
-        marks: more marks.
     """
 
     target: Kind
@@ -272,7 +267,6 @@ class Engines:
 
         Args:
             loads: a folder (two steps follow its load), a saved run or a `Load`.
-            options: of the kind's ``make``.
         """
         self.build(options.get("optimizer") or kind.operator)
         made = [each if isinstance(each, Load) else self.make_load(each) for each in loads]

@@ -125,7 +125,6 @@ def save(
     Args:
         tp: ranks of tensor parallelism, over which two matrices of a layer are cut first.
         apart: save model and optimizer in two folders, as Accelerate does.
-        dtype: of the weights.
     """
     torch.manual_seed(5)
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
@@ -196,9 +195,7 @@ class Facts:
 
     Attributes:
         states: by parameter and state, each expert separately.
-        steps: of the optimizer.
         hyper: for each parameter's param group whether it has matrices, learning rate and weight decay.
-        scale: of the loss; None without one.
     """
 
     states: States

@@ -35,8 +35,6 @@ class Kind:
     """An engine. A subclass or its module has ``make``, ``step`` and perhaps ``read_states``.
 
     Attributes:
-        stage: ZeRO stage.
-        world: number of ranks.
         precision: "fp32", "bf16" or "fp16".
         zero: further keys of ``zero_optimization``.
         config: further keys of the ds_config.
@@ -113,7 +111,6 @@ class Kind:
 
         Args:
             folder: for files of the engine outside its saves.
-            options: arguments of ``make``.
         """
         return partial(run, self, seed, {**self.list_options(folder), **options})
 

@@ -30,7 +30,6 @@ class Kind(kinds.Kind):
     Attributes:
         pipelined: ``read`` or ``both`` of swapping.
         frozen: one of the large matrices is frozen.
-        muon: it trains the matrices.
         early: the model is made under ``zero.Init``, partitioned from the start.
     """
 

@@ -27,7 +27,6 @@ class Launch(Kind):
         fp32_grads: accumulate gradients in fp32, which makes DeepSpeed use BF16_Optimizer at stage 1.
         dual: every pipeline rank holds two stages (DualPipeV).
         nested: the engine saves `module` as Megatron-DeepSpeed does without a pipeline.
-        patterns: option of the plugin.
     """
 
     world: int = 4

@@ -42,11 +42,9 @@ class Load:
     """One of the loads that an engine makes one after the other.
 
     Attributes:
-        arguments: further arguments of `load_checkpoint`.
         unreadable: files whose name contains this cannot be opened on rank 1.
         before: steps that the engine trains before the load.
         again: folder of a save right after the load.
-        steps: steps that the engine trains after the load.
     """
 
     folder: Folder
@@ -100,7 +98,6 @@ class Local:
         error: type and message of a refusal, if the test catches it; ``kinds``: names of the type and its bases.
         held: blocks of exchange memory that are still mapped after a refusal.
         changed: parts of the engine that a refusal changed.
-        calls: number of DeepSpeed's loads.
         direct: None without the plugin.
         log: level and text of each message of the plugin.
     """

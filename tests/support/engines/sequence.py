@@ -32,8 +32,6 @@ class Spread(Case):
         mpu: "alst" passes `deepspeed.runtime.sequence_parallel.parallel_state_sp`, as ALST and Accelerate do: DeepSpeed
             then computes its number of data-parallel ranks as a float; "megatron" passes an mpu of Megatron's kind;
             empty: only data parallelism.
-        way: one of `WAYS`.
-        sp: sequence-parallel ranks.
     """
 
     world: int = 4
