@@ -5,8 +5,6 @@ from __future__ import annotations
 import multiprocessing.connection
 import os
 import pickle
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Generator
 from functools import partial
@@ -238,27 +236,6 @@ def test_ranks_are_stopped_between_calls(ucp_worlds: WorldPool) -> None:
     pids = world.run(os.getpid)
     wait_until(lambda: [state_of(pid) for pid in pids] == ["T", "T"])
     assert world.run(gather_ranks) == [[0, 1], [0, 1]]
-
-
-ORPHAN = """
-import os, signal
-from deepspeed_ucp.elastic_agent import die_with_parent
-reading, writing = os.pipe()
-pid = os.fork()
-if pid == 0:
-    die_with_parent()
-    os.write(writing, b"ready")
-    os.kill(os.getpid(), signal.SIGSTOP)
-os.read(reading, 5)
-os.waitpid(pid, os.WUNTRACED)
-print(pid)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs a signal at the end of the parent process")
-def test_a_stopped_rank_ends_with_its_fork_server() -> None:
-    pid = int(subprocess.run([sys.executable, "-c", ORPHAN], check=True, stdout=subprocess.PIPE, text=True).stdout)
-    wait_until(lambda: state_of(pid) in ENDED)
 
 
 ENDED = ("", "Z", "X")
