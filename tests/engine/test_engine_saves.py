@@ -28,19 +28,10 @@ from deepspeed_ucp.testing.capture import CapturedEngine, capture
 from deepspeed_ucp.testing.compare import compare
 from deepspeed_ucp.testing.ranks import train as train_steps
 from tests.support.covering import few, params
+from tests.support.engines import ranks
 from tests.support.engines.cases import BATCH, FEATURES, Case, make_engine, train_engine
 from tests.support.engines.parallel import pipe
-from tests.support.engines.ranks import (
-    Load,
-    Local,
-    close,
-    files_that_differ,
-    load_each,
-    on_nodes,
-    save,
-    uninstalled,
-    wait_for_marks,
-)
+from tests.support.engines.ranks import Load, Local
 
 MIB_FREE = "deepspeed_ucp.saves.budget.count_free"
 
@@ -66,7 +57,7 @@ def save_each(
     for number, (steps, tag, fault) in enumerate(saves):
         train_steps(trained, steps)
         if reference:
-            with uninstalled():
+            with ranks.uninstalled():
                 engine.save_checkpoint(reference, tag, {"number": number})
         no_room = mock.patch(MIB_FREE, return_value=1000) if fault == "no room" else nullcontext()
         runs_full = fault == "runs full" and is_last
@@ -75,7 +66,7 @@ def save_each(
         states.append(capture(engine))
         saver = find_state(engine).saver
         assert tag or fault or not saver.is_owner or saver.wait()  # otherwise the next save replaces it
-    close(engine)
+    ranks.close(engine)
     return states
 
 
@@ -92,7 +83,7 @@ def save_weights_too(ds_config: dict[str, Any], folder: str) -> list[str]:
     with GatheredParameters(list(engine.module.parameters())):
         named = engine.module.state_dict()
         differing = [name for name, tensor in named.items() if name not in found or not tensor.equal(found[name])]
-    close(engine)
+    ranks.close(engine)
     return differing
 
 
@@ -118,9 +109,9 @@ TWICE = [Save(), Save()]
 
 
 def check_files(folder: Path, count: int) -> None:
-    wait_for_marks(folder / "saved")
+    ranks.wait_for_marks(folder / "saved")
     assert len(list((folder / "saved").glob("*/ucp_seal.json"))) == count
-    differing = files_that_differ(folder / "own", folder / "saved")
+    differing = ranks.files_that_differ(folder / "own", folder / "saved")
     assert [name for name in differing if os.path.basename(name) != "ucp_seal.json"] == []
 
 
@@ -141,8 +132,8 @@ def check_loads(
         memory: each rank is a node with a memory folder below this one.
     """
     loads = [Load(str(folder), {"tag": tag}, steps=1)]
-    work: tuple[Callable[..., Any], ...] = (load_each, target.training(seed=99), loads)  # type: ignore[assignment]
-    answers = world.run(*work) if memory is None else world.run(on_nodes, work[0], str(memory), *work[1:])
+    work: tuple[Callable[..., Any], ...] = (ranks.load_each, target.training(seed=99), loads)  # type: ignore[assignment]
+    answers = world.run(*work) if memory is None else world.run(ranks.on_nodes, work[0], str(memory), *work[1:])
     for (local,) in answers:
         assert local.path.startswith(str(place)) and local.client_state["number"] == number
         assert state is None or compare(state, local.state)[1] == []
@@ -210,7 +201,7 @@ def test_each_node_has_its_part_of_a_save_in_memory(tmp_path: Path, ucp_worlds: 
     folder, memory, variable = tmp_path / "saved", tmp_path / "memory", Path("$NODE_MEMORY")
     config, loader = Case(1, 2, "bf16").saving(variable).ds_config, Case(3, 2).saving(variable)
     world = ucp_worlds.get(2)
-    states = world.run(on_nodes, save_each, str(memory), config, str(folder), TWICE)[0]
+    states = world.run(ranks.on_nodes, save_each, str(memory), config, str(folder), TWICE)[0]
     parts = [{path.name for path in (memory / f"node{node}").rglob("*_states.pt")} for node in range(2)]
     assert all(parts) and not parts[0] & parts[1]
     assert len(list(tmp_path.glob("saved/*/ucp_seal.json"))) == 2
@@ -225,11 +216,13 @@ def test_saves_to_node_local_folders_do_not_use_memory(tmp_path: Path, ucp_world
     options = {"memory": str(tmp_path / "memory$RANK"), "copies": 1}
     local = Case(1, 2, "bf16", config={"checkpoint": {"use_node_local_storage": True, "universal": {"save": options}}})
     world, nodes = ucp_worlds.get(2), [str(tmp_path / f"node{node}") for node in range(2)]
-    saved = world.run(on_nodes, save, "", local.training(), tuple(nodes))
+    saved = world.run(ranks.on_nodes, ranks.save, "", local.training(), tuple(nodes))
     parts = [{path.name for path in Path(node).rglob("*optim_states.pt")} for node in nodes]
     assert all(parts) and not parts[0] & parts[1]
     other = local.but(stage=3, precision="fp32")
-    for (local_rank,) in world.run(on_nodes, load_each, "", other.training(), [Load(tuple(nodes), steps=1)]):
+    for (local_rank,) in world.run(
+        ranks.on_nodes, ranks.load_each, "", other.training(), [Load(tuple(nodes), steps=1)]
+    ):
         assert local_rank.direct and compare(saved[0].state, local_rank.state)[1] == []
     options["memory"] = str(tmp_path / "memory")
     folder = str(tmp_path / "one")
@@ -242,13 +235,13 @@ def test_a_save_survives_the_loss_of_a_node(lost: int, tmp_path: Path, ucp_world
     """Its neighbour has a copy: fewer ranks, or a new empty node, resume without the folder."""
     folder, memory, variable = tmp_path / "saved", tmp_path / "memory", Path("$NODE_MEMORY")
     config = Case(1, 2, "bf16").saving(variable, copies=1).ds_config
-    states = ucp_worlds.get(2).run(on_nodes, save_each, str(memory), config, str(folder), TWICE)[0]
+    states = ucp_worlds.get(2).run(ranks.on_nodes, save_each, str(memory), config, str(folder), TWICE)[0]
     shutil.rmtree(folder)
     for target in few([Case(3, 2), Case(1, 2, "bf16")], 1):
         loader = target.saving(variable)
-        ranks = check_loads(ucp_worlds.get(2), loader, folder, memory, 1, states[1], memory=memory)
+        found = check_loads(ucp_worlds.get(2), loader, folder, memory, 1, states[1], memory=memory)
         assert (
-            sum(rank.bytes_read for rank in ranks) <= 1.02 * ranks[0].state_bytes
+            sum(rank.bytes_read for rank in found) <= 1.02 * found[0].state_bytes
         )  # although two nodes have each file
     shutil.rmtree(memory / f"node{lost}")
     (memory / f"node{1 - lost}").rename(memory / "left")
@@ -294,7 +287,7 @@ def follow(engine: Any, folder: str, *, every: Any, **options: Any) -> Iterator[
     with mock.patch.object(snapshots, "_take", record):
         snapshots.follow(engine, folder, every=every, **options)
         yield steps
-    close(engine)
+    ranks.close(engine)
 
 
 @dataclass
@@ -430,7 +423,7 @@ def test_a_run_resumes_from_a_snapshot(source: Case, target: Case, tmp_path: Pat
     config, saves = source.saving(tmp_path / "memory").ds_config, {2: folder, 6: elsewhere}
     whole = ucp_worlds.get(2).run(train, config, folder, 7, every=2, seed=1, saves=saves)
     assert [each.taken for each in whole] == [[4, 6]] * 2
-    wait_for_marks(folder)
+    ranks.wait_for_marks(folder)
     assert [path.name for path in (tmp_path / "saved").glob("*_step*")] == ["global_step2"]
     assert (tmp_path / "elsewhere" / "latest").read_text() == "global_step6"
     world, config = ucp_worlds.get(target.world), target.saving(tmp_path / "memory").ds_config
@@ -491,6 +484,6 @@ def test_stages_of_a_pipeline_take_snapshots_at_the_same_step(tmp_path: Path, uc
     make = pipe(1, 2, method="uniform", world=2, model="EBBH").saving(tmp_path / "memory").training()
     world, folder = ucp_worlds.get(2), str(tmp_path / "saved")
     runs = world.run(train_pipeline, make, folder)
-    for (taken, states), (local,) in zip(runs, world.run(load_each, make, [Load(folder)]), strict=True):
+    for (taken, states), (local,) in zip(runs, world.run(ranks.load_each, make, [Load(folder)]), strict=True):
         assert (taken, local.state.counters["global_steps"]) == ([4], 4)
         assert compare(states[4], local.state)[1] == []

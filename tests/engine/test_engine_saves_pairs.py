@@ -23,23 +23,13 @@ from deepspeed_ucp.io.store import list_tree, read_small
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.testing.ranks import train as train_steps
 from tests.support.covering import cover, few, params
-from tests.support.engines import autoep, experts, muon, nvme
+from tests.support.engines import autoep, experts, muon, nvme, ranks
 from tests.support.engines.cases import FEATURES, MIXED, SMALL, Case
 from tests.support.engines.driver import Engines
 from tests.support.engines.kinds import ON_CPU, SUMS_IN_FP32, Kind
 from tests.support.engines.models import MODELS
 from tests.support.engines.parallel import join, pipe, plain, resume
-from tests.support.engines.ranks import (
-    Load,
-    Local,
-    close,
-    describe,
-    files_that_differ,
-    on_nodes,
-    uninstalled,
-    wait_for_marks,
-    with_options,
-)
+from tests.support.engines.ranks import Load, Local
 from tests.support.memory import put_folder
 
 pytest.importorskip("moto")
@@ -99,13 +89,13 @@ def save(name: str, folder: str, reference: str, swap: str, steps: int = 2) -> L
     engine = next(trained)
     for number in range(steps):
         train_steps(trained, 1)
-        local = describe(engine, kind.read)
-        with uninstalled():
+        local = ranks.describe(engine, kind.read)
+        with ranks.uninstalled():
             engine.save_checkpoint(reference, str(number))
         engine.save_checkpoint(folder, str(number))
         train_steps(trained, 1)
         assert not find_state(engine).saver.is_owner or find_state(engine).saver.wait()
-    close(engine)
+    ranks.close(engine)
     return local
 
 
@@ -113,7 +103,7 @@ def load_elsewhere(name: str, folder: str, swap: str) -> Local:
     _, kind, options = KINDS[name]
     engine = next(kind.training(3, swap, **options)())
     path, _ = engine.load_checkpoint(folder)
-    local = describe(engine, kind.read)
+    local = ranks.describe(engine, kind.read)
     local.path = path
     engine.destroy()
     return local
@@ -161,15 +151,15 @@ def test_saves_equal_deepspeeds_and_load_from_memory_in_another_topology(
 
     def run(work: Any, *args: Any, **more: Any) -> list[Any]:
         if copies == "copied":
-            return list(world.run(on_nodes, work, memory, *args, **more))
+            return list(world.run(ranks.on_nodes, work, memory, *args, **more))
         return list(world.run(work, *args, **more))
 
-    saved_ranks = run(with_options, options, save, name, url, str(reference), swap)
-    wait_for_marks(url)
+    saved_ranks = run(ranks.with_options, options, save, name, url, str(reference), swap)
+    ranks.wait_for_marks(url)
     if place == "s3":
         download(url, saved)
-    assert [each for each in files_that_differ(reference, saved) if os.path.basename(each) != SEAL] == []
-    found = run(with_options, options, load_elsewhere, name, url, swap)
+    assert [each for each in ranks.files_that_differ(reference, saved) if os.path.basename(each) != SEAL] == []
+    found = run(ranks.with_options, options, load_elsewhere, name, url, swap)
     assert all(local.path.startswith(memory) for local in found)
     assert target.compare(source.keep(source.join(saved_ranks)), target.join(found))[1] == []
 
@@ -258,7 +248,7 @@ def test_a_save_after_a_resume_loads_in_deepspeed_and_in_the_source(
 def mend_copies(local: Local) -> Local:
     """Restore copies that DeepSpeed restores only in the next step: a tied layer with a forward_fn has no file."""
     for name, state in local.state.parameters.items():
-        if local.place.pp_rank and name.startswith("tied_modules.") and state.fp32 is not None:
+        if local.state.place.pp_rank and name.startswith("tied_modules.") and state.fp32 is not None:
             state.value = state.fp32.to(state.value.dtype)
     return local
 
@@ -283,7 +273,7 @@ def describe_value(value: Any) -> Any:
 def test_plugin_does_not_change_a_save(case: Case, engines: Engines) -> None:
     """Equal trainings with and without the plugin write equal files."""
     ours, theirs = (engines.save(case, plugin=plugin, **MIXED).folder for plugin in (True, False))
-    assert files_that_differ(ours, theirs) == []
+    assert ranks.files_that_differ(ours, theirs) == []
     assert any(ours.rglob("*_states.pt"))
 
 

@@ -8,13 +8,22 @@ from typing import Any
 
 import torch
 
-from deepspeed_ucp.testing.capture import CapturedEngine, CapturedParameter
+from deepspeed_ucp.engine.engines import open_target
+from deepspeed_ucp.engine.parallel import find_place
+from deepspeed_ucp.testing.capture import CapturedEngine, CapturedParameter, capture
 from deepspeed_ucp.testing.compare import compare
 from tests.support.engines import gpt as engine_gpt
 from tests.support.engines import letters as engine_letters
 from tests.support.engines import llama as engine_llama
 from tests.support.engines.kinds import SUMS_IN_FP32, Kind
-from tests.support.engines.ranks import Local, capture_rank
+from tests.support.engines.ranks import Local
+
+
+def capture_rank(engine: Any) -> CapturedEngine:
+    """Capture an engine, its place, and the index of its stage among those that hold a parameter."""
+    found: Any = capture(engine)
+    found.place, found.instances = find_place(engine), open_target(engine).instances()
+    return found  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -129,7 +138,7 @@ def join(locals_: Sequence[Local], model: str) -> CapturedEngine:
     """
     by_place: dict[tuple[int, int], Local] = {}
     for local in locals_:  # data- and sequence-parallel ranks are replicas
-        twin = by_place.setdefault((local.place.pp_rank, local.place.tp_rank), local)
+        twin = by_place.setdefault((local.state.place.pp_rank, local.state.place.tp_rank), local)
         differences = compare(twin.state, local.state)[1]
         assert not differences, differences
     parameters: dict[str, CapturedParameter] = {}

@@ -19,12 +19,10 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 import deepspeed_ucp
-from deepspeed_ucp.engine.engines import open_target
-from deepspeed_ucp.engine.parallel import Instance, Place, find_place
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.io.store import list_tree
 from deepspeed_ucp.saves.publishing import WRITTEN
-from deepspeed_ucp.testing.capture import CapturedEngine, capture
+from deepspeed_ucp.testing.capture import capture
 from deepspeed_ucp.testing.ranks import CLIENT_STATE
 from deepspeed_ucp.testing.ranks import train as train_steps
 from tests.support.held import without_collector
@@ -92,8 +90,6 @@ class Local:
 
     Attributes:
         state: captured, or read by the function that the test passes; None after a refusal.
-        layers: first and last layer of this pipeline stage.
-        instances: index of this stage among the stages that hold a parameter.
         before: state before the load, if requested.
         error: type and message of a refusal, if the test catches it; ``kinds``: names of the type and its bases.
         held: blocks of exchange memory that are still mapped after a refusal.
@@ -103,9 +99,6 @@ class Local:
     """
 
     state: Any
-    place: Place | None = None
-    layers: tuple[int, int] = (0, 0)
-    instances: dict[str, Instance] = field(default_factory=dict)
     before: Any = None
     error: str = ""
     kinds: list[str] = field(default_factory=list)
@@ -125,18 +118,9 @@ class Local:
         return [text for logged, text in self.log if logged == level and part in text]
 
 
-def capture_rank(engine: Any) -> CapturedEngine:
-    """Capture an engine, and have `describe` add its place among the ranks."""
-    return capture(engine)
-
-
 def describe(engine: Any, read: Callable[[Any], Any] = capture) -> Local:
     """Return the state of an engine, read by `read`, and the report of its load; collective."""
     local, report = Local(read(engine)), getattr(engine, "ucp_report", None)
-    if read is capture_rank:
-        local.place, local.instances = find_place(engine), open_target(engine).instances()
-        if hasattr(engine.module, "_local_start"):
-            local.layers = engine.module._local_start, engine.module._local_stop
     if report is not None:
         for name in ("direct", "reason", "bytes_read", "state_bytes"):
             setattr(local, name, getattr(report, name))
