@@ -23,8 +23,8 @@ from .optimizer import is_muon_group
 _PIECE = 1 << 24
 """Elements of a master in one copy: torch allocates memory for the conversion of a copy to another device."""
 
-_SLICE, _IN_FLIGHT = 8 << 20, 8
-"""Bytes of each exchange between ranks on the CPU, and number of broadcasts at once."""
+_SLICE = 8 << 20
+"""Bytes of each exchange between ranks on the CPU."""
 
 
 class PartitionedTarget(Target):
@@ -230,8 +230,8 @@ def open_target(engine: Any) -> Target:
 def gather_in_place(flat: torch.Tensor, process_group: Any) -> None:
     """Gather equal partitions of a flat buffer from a process group (collective).
 
-    gloo's all-gather would copy the whole buffer first. So on the CPU slices are exchanged: through shared memory if
-    all ranks are on one machine, else by broadcasts.
+    gloo's all-gather would copy the whole buffer first. So on the CPU slices are exchanged, through shared memory if
+    all ranks are on one machine.
     """
     size, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
     if size == 1:
@@ -254,8 +254,11 @@ def gather_in_place(flat: torch.Tensor, process_group: Any) -> None:
         shared = []
     if len(shared) == size:
         _pass_around(parts.numpy(), rank, shared, lambda: dist.all_reduce(torch.zeros(1), group=process_group))
-    else:
-        _broadcast_each(parts, process_group)
+        return
+    width = max(1, _SLICE // size)
+    for low in range(0, parts.shape[1], width):
+        pieces = [part[low : low + width] for part in parts]
+        dist.all_gather(pieces, pieces[rank].clone(), group=process_group)
 
 
 def _pass_around(
@@ -274,16 +277,3 @@ def _pass_around(
         for peer, window in enumerate(windows):
             if peer != rank:
                 parts[peer, low : low + width] = window
-
-
-def _broadcast_each(parts: torch.Tensor, process_group: Any) -> None:
-    size = dist.get_world_size(process_group)
-    owners = [dist.get_global_rank(process_group, r) if process_group is not None else r for r in range(size)]
-    pending: list[Any] = []
-    for low in range(0, parts.shape[1], _SLICE):
-        for part, owner in zip(parts, owners, strict=True):
-            pending.append(dist.broadcast(part[low : low + _SLICE], src=owner, group=process_group, async_op=True))
-        while len(pending) > _IN_FLIGHT:
-            pending.pop(0).wait()
-    for work in pending:
-        work.wait()

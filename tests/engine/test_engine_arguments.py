@@ -62,7 +62,6 @@ def test_arguments_have_the_same_effect_as_in_deepspeeds_load(
             check_answers(outcome.ranks[0], other.ranks[0])
             if called == "defaults":
                 outcome.check(saved, direct=True)
-                check_bytes(outcome.ranks)
             if called in WEIGHTS:
                 check_weights(outcome.ranks[0], saved.state)
 
@@ -92,12 +91,6 @@ def check_weights(local: Local, saved: CapturedEngine) -> None:
     for name, state in local.state.parameters.items():
         assert all(not tensor.any() for tensor in state.tensors.values())
         assert state.hyper["weight_decay"] == local.before.parameters[name].hyper["weight_decay"]
-
-
-def check_bytes(ranks: Any) -> None:
-    """Check that every byte is read once, except a few elements of padding between partitions."""
-    assert 0 < ranks[0].state_bytes == ranks[1].state_bytes
-    assert sum(rank.bytes_read for rank in ranks) <= 1.02 * ranks[0].state_bytes
 
 
 def test_the_plugin_keeps_state_that_deepspeeds_load_would_lose(engines: Engines) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise, repeat
 from pathlib import Path
 from typing import Any
 
@@ -50,27 +49,15 @@ def train(ds_config: dict[str, Any], folder: str, steps: int, *, seed: int, load
     if load:
         _, client_state = engine.load_checkpoint(folder)
         assert client_state["mine"] == 7 and KEY not in client_state
-    begin, samples = draw(), list[list[int]]()
-    for share in take(sampler, steps, BATCH // world):
-        samples.append(share)
+    begin, samples, stream = draw(), list[list[int]](), chain.from_iterable(repeat(sampler))  # epoch after epoch
+    for _ in range(steps):
+        samples.append(share := list(islice(stream, BATCH // world)))
         batch = torch.tensor(share, dtype=torch.float32)[:, None].expand(-1, FEATURES) / SAMPLES
         engine.backward(engine(batch.to(engine.device, memory_format=torch.contiguous_format)).square().mean())
         engine.step()
     engine.save_checkpoint(folder, client_state={"mine": 7})
     engine.destroy()
     return Trained(samples, begin, draw())
-
-
-def take(sampler: ElasticSampler, steps: int, share: int) -> Iterator[list[int]]:
-    while True:
-        batch: list[int] = []
-        for sample in sampler:
-            batch.append(sample)
-            if len(batch) == share:
-                yield batch
-                batch, steps = [], steps - 1
-            if not steps:
-                return
 
 
 def draw() -> list[float]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import zipfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.util import find_spec
@@ -18,6 +17,7 @@ import pytest
 import torch
 
 from tests.support.covering import is_exhaustive
+from tests.support.damage import flip_largest
 from tests.support.engines import muon
 from tests.support.engines.cases import SMALL, Case, make_engine
 from tests.support.engines.driver import STEPS, Change, Check, Engines, Outcome, Row, Saved, Source, refuse
@@ -68,26 +68,6 @@ def add(
 # --- damage
 
 
-def truncate(path: Path, size: int) -> None:
-    with path.open("r+b") as stream:
-        stream.truncate(size)
-
-
-def flip(path: Path, least: int = 0) -> None:
-    """Flip one bit in the middle of the largest record, or of the smallest one with at least `least` bytes."""
-    with zipfile.ZipFile(path) as archive:
-        records = sorted((i for i in archive.infolist() if "/data/" in i.filename), key=lambda i: i.file_size)
-    record = next(r for r in records if r.file_size >= least) if least else records[-1]
-    with path.open("r+b") as stream:
-        stream.seek(record.header_offset)
-        header = stream.read(30)
-        name, extra = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
-        stream.seek(record.header_offset + 30 + name + extra + record.file_size // 2)
-        byte = stream.read(1)[0]
-        stream.seek(-1, 1)
-        stream.write(bytes([byte ^ 4]))
-
-
 def at(name: str, do: Callable[[Path], object]) -> Change:
     """Return a function that copies a run and changes one file."""
 
@@ -124,10 +104,10 @@ def plant(path: Path) -> None:
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "missing": Path.unlink,
-    "empty": lambda path: truncate(path, 0),
-    "half": lambda path: truncate(path, path.stat().st_size // 2),
-    "end-cut": lambda path: truncate(path, path.stat().st_size - 50),
-    "bit-flipped": flip,
+    "empty": lambda path: os.truncate(path, 0),
+    "half": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "end-cut": lambda path: os.truncate(path, path.stat().st_size - 50),
+    "bit-flipped": flip_largest,
     "no-zip": lambda path: path.write_bytes(b"not a checkpoint" * 100),
 }
 
@@ -140,9 +120,9 @@ def add_damaged() -> None:
         add("unreadable-on-rank-1", case, "CheckpointError", "_states.pt", "rank 1", unreadable="_states.pt")
     for rank in (0, 2):
         name = find_optim(BF16, rank)
-        add(f"bit-flipped-{rank}", BF16, "CheckpointError", name, change=at(name, flip))
+        add(f"bit-flipped-{rank}", BF16, "CheckpointError", name, change=at(name, flip_largest))
     lora = {"model": "lora", "optimizer": "adamw_uniform"}
-    add("frozen parameter", ZERO1, "CheckpointError", MODEL, change=at(MODEL, flip), saved=lora, live=lora)
+    add("frozen parameter", ZERO1, "CheckpointError", MODEL, change=at(MODEL, flip_largest), saved=lora, live=lora)
     rename, latest = lambda path: path.write_text("global_step9"), "../latest"
     add("no-latest", ZERO1, "CheckpointError", "latest", TAG, change=at(latest, Path.unlink))
     add("missing-tag", ZERO1, "CheckpointError", "global_step9", TAG, change=at(latest, rename))

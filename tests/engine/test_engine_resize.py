@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from deepspeed_ucp.testing.capture import CapturedEngine, CapturedParameter
 from tests.support.covering import is_exhaustive
+from tests.support.damage import flip_largest
 from tests.support.engines.cases import Case
 from tests.support.engines.driver import STEPS, Engines, Outcome, Saved
 from tests.support.engines.kinds import ON_CPU, allow_fp16_on_cpu, forget_autocast, take_step
@@ -125,7 +126,7 @@ def test_a_vocabulary_grows_at_every_stage(tmp_path: Path, engines: Engines) -> 
     tied = {"tied": True}
     damaged, saved = tmp_path / "damaged", engines.saved(Vocabulary(1), **tied)
     shutil.copytree(saved.folder, damaged)
-    spoil(next(damaged.glob("*/*optim_states.pt")))
+    flip_largest(next(damaged.glob("*/*optim_states.pt")))
     every = [(0, "fp32"), (1, "bf16"), (3, "bf16"), (2, "fp16"), (0, "bf16"), (3, "fp32")]
     kinds = [Vocabulary(stage, 2, precision, WIDER, LIVE) for stage, precision in every]
     kinds += [Vocabulary(2, 2, "fp32", WIDER, LIVE, zero=ON_CPU)]
@@ -189,9 +190,3 @@ def test_a_vocabulary_grows_under_tensor_parallelism(
         messages = [text for _, text in outcome.ranks[0].log if text.startswith("resize: ")][:-1]  # the last: on states
         assert messages and all(f"{old} → {new}: " in text for text in messages)
         assert all(f"{kept} of {old} rows are kept" in text for text in messages if kept < old)
-
-
-def spoil(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
