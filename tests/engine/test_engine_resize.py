@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import deepspeed
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,7 +20,6 @@ from tests.support.damage import flip_largest
 from tests.support.engines.cases import Case
 from tests.support.engines.driver import STEPS, Engines, Outcome, Saved
 from tests.support.engines.kinds import ON_CPU, allow_fp16_on_cpu, forget_autocast, take_step
-from tests.support.engines.parallel import Launch, plain
 from tests.support.engines.ranks import Load
 from tests.support.exports import check_same
 
@@ -93,11 +91,6 @@ def list_states(parameter: CapturedParameter) -> dict[str, Tensor]:
     return {"fp32": parameter.fp32, **parameter.tensors}
 
 
-def find_mean(weight: Tensor) -> Tensor:
-    """Return the mean of the rows, summed sequentially in float64."""
-    return torch.from_numpy(np.asarray(sum(weight.numpy().astype(np.float64)) / len(weight))).float()
-
-
 def grow(saved: CapturedEngine, live: CapturedEngine) -> dict[str, dict[str, Tensor]]:
     """Return masters and states of a larger vocabulary, by name: new rows keep the live masters, and have no states."""
     found = {name: list_states(each) for name, each in saved.parameters.items()}
@@ -121,7 +114,7 @@ def check(state: CapturedEngine, wanted: Mapping[str, Mapping[str, Tensor]], pre
 def test_a_vocabulary_grows_at_every_stage(tmp_path: Path, engines: Engines) -> None:
     """New rows keep the live model's values, also in an engine that has trained, and after a failed load.
 
-    ``tests/load/test_resize.py`` has the other rules. Engines with whole masters and with partitioned ones always run.
+    ``tests/load/test_resize.py`` has the other rules, and tensor parallelism. Whole and partitioned masters always run.
     """
     tied = {"tied": True}
     damaged, saved = tmp_path / "damaged", engines.saved(Vocabulary(1), **tied)
@@ -156,37 +149,3 @@ def test_the_plugin_resizes_a_frozen_vocabulary_in_an_unchanged_topology(engines
             rows = [mean.to(torch.bfloat16).expand(WIDER - ROWS, *before.shape[1:])] if len(held.value) == WIDER else []
             check_same({"value": held.value}, {"value": torch.cat([before, *rows])})
         check_losses(saved, each)
-
-
-PADDED = ("padded-llama", "wider-llama", plain(2, 2, world=2), (plain(2, 3, world=2),), (257, 272, 304))
-AUTO = ("uneven", "uneven-wider", plain(2, 3, precision="bf16"), (plain(2, 2), plain(1)), (67, 67, 70))
-
-
-@pytest.mark.parametrize(
-    ("model", "wider", "source", "targets", "rows"),
-    [pytest.param(*PADDED, id="megatron"), pytest.param(*AUTO, id="autotp", marks=pytest.mark.exhaustive)],
-)
-def test_a_vocabulary_grows_under_tensor_parallelism(
-    model: str, wider: str, source: Launch, targets: Sequence[Launch], rows: tuple[int, int, int], engines: Engines
-) -> None:
-    """Rows match by their index in the whole tensor. 257 of Megatron's rows are no padding. New rows are their mean."""
-    kept, old, new = rows
-    rule = {"match": ".*(embed|output_layer|lm_head).*", "new": "mean"}
-    run = engines.saved(source.but(model=model))
-    saved = run.state.parameters
-    for launch in targets:
-        (outcome,) = engines.load(launch.but(model=wider, patterns={"resize": [rule]}), run)
-        for name, each in outcome.state.parameters.items():
-            after, before = list_states(each), list_states(saved[name])
-            if after["fp32"].shape == before["fp32"].shape:
-                check_same(after, before)
-                continue
-            assert (len(before["fp32"]), len(after["fp32"])) == (old, new)
-            assert {"exp_avg", "exp_avg_sq"} <= after.keys()
-            mean = find_mean(before["fp32"][:kept]).expand(new - kept, -1)
-            for state, value in after.items():
-                added = mean if state == "fp32" else torch.zeros_like(mean)
-                check_same({state: value}, {state: torch.cat([before[state][:kept], added])})
-        messages = [text for _, text in outcome.ranks[0].log if text.startswith("resize: ")][:-1]  # the last: on states
-        assert messages and all(f"{old} → {new}: " in text for text in messages)
-        assert all(f"{kept} of {old} rows are kept" in text for text in messages if kept < old)

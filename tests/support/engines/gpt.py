@@ -31,7 +31,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "moe": {**_SIZES, **_LLAMA, "experts": 4, "ffn": 16},
     "padded": {**_SIZES, "vocabulary": 257},  # 264, 272, 288 rows under tp 1, 2, 4
     "padded-llama": {**_SIZES, **_LLAMA, "vocabulary": 257},
-    "wider-llama": {**_SIZES, **_LLAMA, "vocabulary": 300},  # 304 rows under tp 1 and 2
     "short": {**_SIZES, "layers": 0},  # embedding, norm, output
     "megatron": _SIZES,  # with Megatron's attributes only
     "megatron-llama": {**_SIZES, **_LLAMA},

@@ -34,7 +34,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
     },
 }
-MODELS |= {f"{model}-wider": {**sizes, "vocab_size": VOCABULARY + 3} for model, sizes in MODELS.items()}
 
 
 def make(launch: Launch, seed: int) -> Any:
