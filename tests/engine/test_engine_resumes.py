@@ -179,7 +179,7 @@ FAST = [
 
 # --- optimizers
 
-TENSORS = {"amsgrad": 3, "sgd": 0, "momentum": 1, "rmsprop": 3, "lion": 1, "adagrad_uniform": 1}
+TENSORS = {"amsgrad": 3, "sgd": 0, "momentum": 1, "lion": 1, "adagrad_uniform": 1}
 
 
 def list_optimizers() -> list[Row]:
@@ -436,7 +436,6 @@ ALST = [
     Spread(2, mpu="alst", way="train-micro", sp=4),
     Spread(3, mpu="alst", sp=4),
     Spread(1, 3),
-    Spread(3, way="all"),
 ]
 ULYSSES = [Spread(1, mpu="megatron", way="micro", sp=2), Spread(2, mpu="megatron", way="all", sp=4), Spread(1, 3)]
 """Below stage 3. With such an mpu stage 3 partitions parameters only over the data-parallel ranks."""

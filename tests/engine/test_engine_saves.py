@@ -216,14 +216,10 @@ def test_saves_to_node_local_folders_do_not_use_memory(tmp_path: Path, ucp_world
     options = {"memory": str(tmp_path / "memory$RANK"), "copies": 1}
     local = Case(1, 2, "bf16", config={"checkpoint": {"use_node_local_storage": True, "universal": {"save": options}}})
     world, nodes = ucp_worlds.get(2), [str(tmp_path / f"node{node}") for node in range(2)]
-    saved = world.run(ranks.on_nodes, ranks.save, "", local.training(), tuple(nodes))
+    world.run(ranks.on_nodes, ranks.save, "", local.training(), tuple(nodes))
     parts = [{path.name for path in Path(node).rglob("*optim_states.pt")} for node in nodes]
     assert all(parts) and not parts[0] & parts[1]
-    other = local.but(stage=3, precision="fp32")
-    for (local_rank,) in world.run(
-        ranks.on_nodes, ranks.load_each, "", other.training(), [Load(tuple(nodes), steps=1)]
-    ):
-        assert local_rank.direct and compare(saved[0].state, local_rank.state)[1] == []
+    assert not [*tmp_path.glob("memory*/**/*_states.pt")]
     options["memory"] = str(tmp_path / "memory")
     folder = str(tmp_path / "one")
     (state,) = world.run(save_each, local.ds_config, folder, TWICE[:1])[0]

@@ -19,8 +19,6 @@ from transformers import (
     DeepseekV3ForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 from tests.support.engines import kinds
@@ -31,12 +29,6 @@ from tests.support.hub import SIZES
 COMMON = {**SIZES, "max_position_embeddings": 32, "attention_dropout": 0.0}
 MODELS: dict[str, tuple[Any, Any]] = {
     "mixtral": (MixtralForCausalLM, MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2)),
-    "qwen3": (
-        Qwen3MoeForCausalLM,
-        Qwen3MoeConfig(
-            **COMMON, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, norm_topk_prob=True
-        ),
-    ),
     "deepseek": (
         DeepseekV3ForCausalLM,
         DeepseekV3Config(

@@ -256,7 +256,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=1e-2),
     "momentum": lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9),
     "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1e-2),
-    "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=1e-3, momentum=0.5, centered=True),
     "lion": lambda groups: Lion(groups, lr=1e-3),
     "radam": lambda groups: torch.optim.RAdam(groups, lr=1e-2),
     "adam_like_fused": lambda groups: torch.optim.AdamW(groups, lr=1e-2),
