@@ -80,12 +80,6 @@ def test_an_error_of_deepspeeds_load_recommends_the_plugin_if_it_would_help(
         assert not found
 
 
-def test_a_folder_without_checkpoint_is_left_to_deepspeed(tmp_path: Path) -> None:
-    engine = FakeEngine(_config=SimpleNamespace(ucp_config=UniversalConfig()))
-    assert call(engine, str(tmp_path)).call_count == 1
-    assert (engine.ucp_report.direct, engine.ucp_report.reason) == (False, "nothing to resume")
-
-
 def test_an_engine_is_blocked_if_its_data_cannot_be_restored() -> None:
     """At that point its weights have been loaded."""
     engine = FakeEngine(_config=SimpleNamespace(ucp_config=None))
@@ -102,12 +96,13 @@ def test_an_engine_is_blocked_if_its_data_cannot_be_restored() -> None:
 
 @pytest.mark.parametrize("on", [False, True])
 def test_a_load_with_the_plugin_off_is_not_collective(on: bool, tmp_path: Path) -> None:
-    """A single rank may call DeepSpeed's load."""
+    """A single rank may call DeepSpeed's load, which also gets a folder without checkpoint."""
     engine = FakeEngine(_config=SimpleNamespace(ucp_config=UniversalConfig() if on else None))
     with mock.patch("deepspeed_ucp.engine_state.connect") as connect:
         connect.return_value.rank, connect.return_value.each.return_value = 0, [[]]
-        call(engine, str(tmp_path))
+        assert call(engine, str(tmp_path)).call_count == 1
     assert connect.return_value.each.called is on
+    assert not on or (engine.ucp_report.direct, engine.ucp_report.reason) == (False, "nothing to resume")
 
 
 @pytest.mark.parametrize("level", [logging.NOTSET, logging.ERROR])

@@ -28,8 +28,6 @@ SOURCES = [
     nvme.Kind(3, 1, optimizer="cpu", params="nvme"),
     nvme.Kind(3, 2),
     nvme.Kind(1, 2),
-    nvme.Kind(2, 1, "fp32"),
-    nvme.Kind(3, 4, optimizer="nvme"),
     nvme.Kind(3, 1, "fp32", optimizer="nvme"),
 ]
 TARGETS = [
@@ -37,12 +35,10 @@ TARGETS = [
     nvme.Kind(3, 1, optimizer="nvme", params="nvme", pipelined="both"),
     nvme.Kind(3, 1),
     nvme.Kind(1, 4),
-    nvme.Kind(3, 2, optimizer="nvme", pipelined="both"),
     nvme.Kind(3, 4, optimizer="nvme"),
     nvme.Kind(3, 2, optimizer="cpu", params="nvme"),
     BOTH,
     nvme.Kind(3, 1, "fp32", optimizer="nvme"),
-    nvme.Kind(2, 1, "fp32"),
     nvme.Kind(3, 2, optimizer="cpu"),
 ]
 
@@ -78,7 +74,6 @@ ROWS = [
 
 MUON_SOURCES = [
     muon.Kind(1, 4),
-    muon.Kind(2, 2),
     muon.Kind(1, 1, "fp32"),
     muon.Kind(3, 4),
     muon.Kind(3, 2, in_memory=True),
@@ -93,7 +88,6 @@ MUON_TARGETS = [
     muon.Kind(2, 1),
     muon.Kind(2, 2),
     muon.Kind(2, 2, "fp32"),
-    muon.Kind(3, 1),
     muon.Kind(3, 2),
     muon.Kind(3, 2, in_memory=True),
     muon.Kind(2, 4, offload=True),
@@ -101,7 +95,7 @@ MUON_TARGETS = [
     muon.Kind(0, 2),
     muon.Kind(0, 1, "fp32"),
 ]
-MUON_CHOSEN = {3: (4, 7), 6: (3,), 8: (8,), 9: (6,)}
+MUON_CHOSEN = {3: (3, 6), 5: (2,), 7: (7,), 8: (5,)}
 """One engine of each wrapper and device of the momentum."""
 OWN = [muon.Kind(3, 4), muon.Kind(1, 2, offload=True), muon.Kind(3, 2, "fp32"), muon.Kind(3, 2, offload=True)]
 """Unchanged topologies. In bf16 DeepSpeed's load would cast ZeRO 3's momentum to the dtype of the masters."""
