@@ -224,7 +224,11 @@ def _load_checkpoint(
     }
     config = get_config(engine)
     if config is not None:
-        _apply_configured_arguments(arguments, config)
+        changed = {str(name): value for name, value in config.arguments.items() if arguments[name] != value}
+        if changed and connect().rank == 0:
+            changes = ", ".join(f"{name}={value}" for name, value in changed.items())
+            logger.warning('load_checkpoint(%s): "%s": {"arguments": …} overrides its caller', changes, SECTION)
+        arguments.update(changed)
     fallback = partial(original, engine, load_dir=load_dir, tag=tag, **arguments, **kwargs)
     try:
         return _load(engine, str(load_dir), tag, arguments, fallback, sorted(kwargs))
@@ -233,15 +237,6 @@ def _load_checkpoint(
             raise
         clear_frames(error)
         raise error.with_traceback(None) from find_fault(error)
-
-
-def _apply_configured_arguments(arguments: dict[str, Any], config: UniversalConfig) -> None:
-    """Replace the caller's arguments by those of the configuration, with a warning."""
-    changed = {str(name): value for name, value in config.arguments.items() if arguments[name] != value}
-    if changed and connect().rank == 0:
-        changes = ", ".join(f"{name}={value}" for name, value in changed.items())
-        logger.warning('load_checkpoint(%s): "%s": {"arguments": …} overrides its caller', changes, SECTION)
-    arguments.update(changed)
 
 
 def _load(

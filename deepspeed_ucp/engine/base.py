@@ -186,7 +186,11 @@ class Target(ABC):
     @property
     def topology(self) -> Topology:
         engine = self.engine
-        zero, precision = engine._config.zero_config, self._find_precision()
+        zero, declared = engine._config.zero_config, find_declared(engine)
+        precision = declared
+        if declared == "float32":  # as `find_saved_precision` finds it in this engine's saves
+            first = next((name for flat in self.flats for name in flat.names), next(iter(self.params), None))
+            precision = dtype_name(self.params[first].dtype if first is not None else engine.get_data_types()[0])
         return Topology(
             zero_stage=int(engine.zero_optimization_stage()),
             wrapper=self.wrapper,
@@ -195,7 +199,7 @@ class Target(ABC):
             tp=self.place.tp,
             pp=self.place.pp,
             ep=self.ep,
-            undeclared=precision != find_declared(engine),
+            undeclared=precision != declared,
             master=self.flats[0].dtype if self.flats else "float32",
             elastic=self.traits.can_be_elastic and bool(getattr(self.wrapped, "elastic_checkpoint", False)),
             offload=f"{name_device(zero.offload_optimizer)}/{name_device(zero.offload_param)}",
@@ -206,13 +210,6 @@ class Target(ABC):
     def dp(self) -> int:
         """Number of ranks over which the masters are partitioned."""
         return 1
-
-    def _find_precision(self) -> str:
-        """Return the precision that ``find_saved_precision`` finds in this engine's saves."""
-        if (declared := find_declared(self.engine)) != "float32":
-            return declared
-        first = next((name for flat in self.flats for name in flat.names), next(iter(self.params), None))
-        return dtype_name(self.params[first].dtype if first is not None else self.engine.get_data_types()[0])
 
     def instances(self) -> dict[str, Instance]:
         """Return the tensors of tied modules that several pipeline stages have, by name."""

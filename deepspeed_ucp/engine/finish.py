@@ -41,12 +41,9 @@ PICKLED = (loss_scaler.LossScaler, loss_scaler.DynamicLossScaler, ZeroStageEnum,
 def find_extra_states(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Return modules with an extra state (``set_extra_state``) by state-dict key."""
     base = torch.nn.Module.set_extra_state
-    modules = {}
-    for name, child in module.named_modules(remove_duplicate=False):  # a shared module has several keys
-        if type(child).set_extra_state is not base:
-            prefix = f"{strip_compiled(name)}." if strip_compiled(name) else ""
-            modules[f"{prefix}_extra_state"] = child
-    return modules
+    named = module.named_modules(remove_duplicate=False)  # a shared module has several keys
+    found = {strip_compiled(name): child for name, child in named if type(child).set_extra_state is not base}
+    return {f"{name}._extra_state" if name else "_extra_state": child for name, child in found.items()}
 
 
 def restore_counters(engine: Any, saved: Mapping[str, Any]) -> None:
@@ -148,10 +145,8 @@ def restore_rates(engine: Any) -> None:
     if scheduler is None:
         return
     groups = engine.optimizer.param_groups
-    if type(scheduler).__module__.startswith("deepspeed"):
-        rates = scheduler.get_lr()
-    else:
-        rates = getattr(scheduler, "_last_lr", None) or []
+    is_deepspeeds = type(scheduler).__module__.startswith("deepspeed")
+    rates = scheduler.get_lr() if is_deepspeeds else getattr(scheduler, "_last_lr", None) or []
     for group, rate in zip(groups, rates, strict=False):
         restore_hyper(group, {"lr": float(rate)})
     moments = scheduler.get_mom() if hasattr(scheduler, "get_mom") else None  # DeepSpeed's OneCycle
@@ -176,24 +171,19 @@ def compare_scales(wrapped: Any, saved: Mapping[str, Any]) -> tuple[Any, Any] | 
     return scales if saved and None not in scales and scales[0] != scales[1] else None
 
 
-def restore_scaler(wrapped: Any, saved: Mapping[str, Any]) -> None:
-    """Restore a dynamic loss scaler's state if both sides scale dynamically."""
-    scaler = _find_scaler(wrapped)
-    if not saved.get("dynamic") or compare_scales(wrapped, saved):
-        return
-    for key, value in saved.items():
-        if key != "dynamic" and hasattr(scaler, key):
-            setattr(scaler, key, value)
-
-
 def _takes_clip(wrapped: Any) -> bool:
     return hasattr(wrapped, "clip_grad") and getattr(wrapped, "compute_grad_norm", True)
 
 
-def restore_clip(wrapped: Any, clip_grad: float | None) -> None:
-    """Restore the gradient clipping that all wrappers except ZeRO 3 save."""
-    if clip_grad is not None and _takes_clip(wrapped):
-        wrapped.clip_grad = clip_grad
+def restore_scaling(wrapped: Any, index: AtomicIndex) -> None:
+    """Restore a dynamic loss scaler if both sides have one, and clipping (ZeRO 3 does not save it)."""
+    scaler, saved = _find_scaler(wrapped), index.scaler
+    is_same = saved.get("dynamic") and not compare_scales(wrapped, saved)
+    for key, value in saved.items() if is_same else ():
+        if key != "dynamic" and hasattr(scaler, key):
+            setattr(scaler, key, value)
+    if index.clip_grad is not None and _takes_clip(wrapped):
+        wrapped.clip_grad = index.clip_grad
 
 
 def list_scaling_changes(target: Target, index: AtomicIndex, *, with_states: bool) -> list[str]:

@@ -20,11 +20,10 @@ from ..engine.finish import (
     check_scheduler,
     find_extra_states,
     pick_client_state,
-    restore_clip,
     restore_counters,
     restore_helpers,
     restore_rates,
-    restore_scaler,
+    restore_scaling,
 )
 from ..engine.guard import block_engine, guard_engine
 from ..engine_state import KEY
@@ -318,8 +317,7 @@ def _finish(
     if context.load_module_only:
         return
     if with_states:
-        restore_scaler(engine.optimizer, index.scaler)
-        restore_clip(engine.optimizer, index.clip_grad)
+        restore_scaling(engine.optimizer, index)
     # Elastic saves have no hyper-parameters, and ds_to_universal keeps only those of a pipeline's first stage.
     saved_rates = index.groups and all("lr" in group.hyper for group in index.groups)
     takes_rates = saved_rates and context.config.param_groups == "saved"

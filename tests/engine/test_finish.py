@@ -17,8 +17,8 @@ from deepspeed_ucp.engine.finish import (
     find_extra_states,
     list_scaling_changes,
     refresh_after_own_load,
-    restore_clip,
     restore_helpers,
+    restore_scaling,
 )
 from deepspeed_ucp.engine.guard import block_engine, release
 from deepspeed_ucp.engine.optimizer import probe_optimizer, restore_scalar
@@ -64,7 +64,7 @@ def test_changed_clipping_and_loss_scaling_are_logged(wrapped: Any, clip: Any, s
     assert len(found) == len(logged) and all(text.startswith(part) for text, part in zip(found, logged, strict=True))
     for text in list_scaling_changes(target, index, with_states=False):
         assert text.endswith("(the value of this run is used)")
-    restore_clip(target.wrapped, clip)
+    restore_scaling(target.wrapped, index)
     is_taken = any(text.startswith("gradient_clipping") and "saved value" in text for text in found)
     assert getattr(target.wrapped, "clip_grad", None) == (clip if is_taken else wrapped.get("clip_grad"))
 
