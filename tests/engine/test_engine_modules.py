@@ -6,7 +6,7 @@ import json
 import shutil
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from deepspeed_ucp.testing.capture import CapturedEngine, CapturedParameter
 from deepspeed_ucp.testing.ranks import train as train_steps
 from tests.support.covering import is_exhaustive, params
 from tests.support.damage import flip_largest
-from tests.support.engines.cases import Case
+from tests.support.engines.cases import Case, Idle
 from tests.support.engines.driver import STEPS, Engines, Outcome, Row, Saved
 from tests.support.engines.kinds import ON_CPU, allow_fp16_on_cpu, forget_autocast, take_step
 from tests.support.engines.ranks import Load
@@ -35,70 +35,21 @@ from tests.support.exports import check_same, read_all
 RENAMED = {"patterns": {"rename": [{"from": r"(?P<x>[abc])\.(?P<y>.*)", "to": "{x}{x}.{y}"}]}}
 
 
-class Layers(torch.nn.Module):
-    """Layers that compute in alphabetical order, in any order of definition."""
-
-    def __init__(self, names: str) -> None:
-        super().__init__()
-        for name in names.split():
-            self.add_module(name, torch.nn.Linear(6, 6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _, layer in sorted(self.named_children()):
-            x = torch.tanh(layer(x))
-        return x.float().square().mean()
-
-
-@dataclass(frozen=True)
-class Ordered(Case):
-    stage: int = 0
-    world: int = 1
-    names: str = "b a c"
-    trains: bool = True
-
-    def make(self, seed: int) -> Any:
-        torch.manual_seed(seed)
-        module = Layers(self.names)
-        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01) if self.trains else None
-        return deepspeed.initialize(model=module, optimizer=optimizer, config=self.ds_config)[0]
-
-    @staticmethod
-    def step(engine: Any) -> float:
-        torch.manual_seed(engine.global_steps)
-        return take_step(engine, engine(torch.randn(1, 6).to(next(engine.module.parameters()))))
-
-
-def list_tensors(parameter: CapturedParameter) -> dict[str, torch.Tensor]:
-    masters = {} if parameter.fp32 is None else {"fp32": parameter.fp32}
-    return {"value": parameter.value, **masters, **parameter.tensors}
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_stage_0_states_follow_names_if_the_order_of_layers_changes(
-    precision: str, engines: Engines, subtests: pytest.Subtests
-) -> None:
-    saved = engines.saved(Ordered(precision=precision))
-    kinds = {
-        "same": saved.kind,
-        "moved": saved.kind.but(names="a b c"),
-        "renamed": saved.kind.but(names="bb aa cc").on(**RENAMED),
-        "no optimizer": saved.kind.but(names="c b a", trains=False),
-    }
-    for name, kind in kinds.items():
-        (outcome,) = engines.load(kind, Load(str(saved.folder)))
-        with subtests.test(kind=name):
-            (local,) = outcome.ranks
-            assert local.direct == (name != "same"), local.reason
-            assert name != "moved" or "parameter order" in local.reason
-            assert outcome.state.counters["global_steps"] == STEPS[0]
-            assert len(outcome.state.parameters) == 6
-            for name, parameter in outcome.state.parameters.items():
-                found = list_tensors(parameter)
-                before = saved.state.parameters[name[1:] if len(kind.names.split()[0]) == 2 else name]
-                states = {"fp32", "exp_avg", "exp_avg_sq"} if kind.trains else set()
-                assert found.keys() == {"value", *states}
-                assert [state for state, tensor in found.items() if not tensor.equal(list_tensors(before)[state])] == []
-                assert not kind.trains or parameter.scalars == before.scalars
+def test_stage_0_states_follow_names_if_the_order_of_layers_changes(precision: str, engines: Engines) -> None:
+    case, options = Case(0, 1, precision), {"optimizer": "adamw_uniform"}
+    saved = engines.saved(case, model="b a c", **options)
+    (same,) = engines.load(case, saved, model="b a c", **options)
+    same.check(saved)
+    (moved,) = engines.load(case, saved, model="a b c", **options)
+    moved.check(saved, direct=True)
+    assert "parameter order" in moved.ranks[0].reason
+    renamed, parameters = saved.at(saved.folder), saved.state.parameters
+    renamed.state = replace(saved.state, parameters={name[0] + name: each for name, each in parameters.items()})
+    (outcome,) = engines.load(case.on(**RENAMED), saved, model="bb aa cc", **options)
+    outcome.check(renamed, direct=True, least=12)
+    (idle,) = engines.load(Idle(0, 1, precision), Load(str(saved.folder)), model="c b a")
+    idle.check(saved, direct=True, optimizer_states=False)
 
 
 # --- models whose state dict renames tensors of the module, and has additional ones

@@ -7,12 +7,10 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 
@@ -24,28 +22,14 @@ from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.testing.ranks import train as train_steps
 from tests.support.covering import cover, few, params
 from tests.support.engines import autoep, experts, muon, nvme, ranks
-from tests.support.engines.cases import FEATURES, MIXED, SMALL, Case
+from tests.support.engines.cases import MIXED, SMALL, Case, Idle
 from tests.support.engines.driver import Engines
 from tests.support.engines.kinds import ON_CPU, SUMS_IN_FP32, Kind
-from tests.support.engines.models import MODELS
 from tests.support.engines.parallel import join, pipe, plain, resume
 from tests.support.engines.ranks import Load, Local
 from tests.support.memory import put_folder
 
 pytest.importorskip("moto")
-
-
-@dataclass(frozen=True)
-class Idle(Case):
-    """An engine without optimizer; its buffers change in each forward pass."""
-
-    def make(self, seed: int) -> Any:
-        torch.manual_seed(seed)
-        return deepspeed.initialize(model=MODELS["mixed"](), config=self.ds_config)[0]
-
-    @staticmethod
-    def step(engine: Any) -> float:
-        return float(engine(torch.ones(1, FEATURES)).sum())
 
 
 FUSED, LORA, FROZEN = {"optimizer": "fused_adam"}, {"model": "lora"}, {"frozen": True}

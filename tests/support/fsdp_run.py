@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 
 class Net(torch.nn.Module):
@@ -83,14 +83,6 @@ def load(checkpoint: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     dcp.load(tree, checkpoint_id=checkpoint)
     set_state_dict(model, optimizer, model_state_dict=tree["model"], optim_state_dict=tree["optim"])
     return model, optimizer
-
-
-def resume(checkpoint: str) -> dict[str, Any]:
-    """Load and take steps 3 and 4; return the losses and, on rank 0, the state; on all ranks of a group."""
-    model, optimizer = load(checkpoint)
-    losses = train(model, optimizer, range(3, 5))
-    weights, states = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
-    return {"losses": losses, "model": weights, "optim": states}
 
 
 def copy(checkpoint: str, folder: str) -> None:

@@ -66,6 +66,19 @@ class Case(Kind):
 
 
 @dataclass(frozen=True)
+class Idle(Case):
+    """An engine without optimizer; its buffers change in each forward pass."""
+
+    def make(self, seed: int, model: str = "mixed") -> Any:
+        torch.manual_seed(seed)
+        return deepspeed.initialize(model=MODELS[model](), config=self.ds_config)[0]
+
+    @staticmethod
+    def step(engine: Any) -> float:
+        return float(engine(torch.ones(1, FEATURES)).sum())
+
+
+@dataclass(frozen=True)
 class NetCase(Case):
     """Data parallelism of the model of `fsdp_run`."""
 

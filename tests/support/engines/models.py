@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -73,6 +74,20 @@ class Table(Plain):
 
     def body(self, x: Tensor) -> Tensor:
         return super().body(x) + x @ self.table[: x.shape[1], :1]
+
+
+class Layers(Base):
+    """Equal layers that compute in alphabetical order, in any order of definition."""
+
+    def __init__(self, names: str) -> None:
+        super().__init__()
+        for name in names.split():
+            self.add_module(name, nn.Linear(FEATURES, FEATURES))
+
+    def body(self, x: Tensor) -> Tensor:
+        for _, layer in sorted(self.named_children()):
+            x = torch.tanh(layer(x))
+        return x.mean(-1, keepdim=True)
 
 
 class Columns(Plain):
@@ -190,6 +205,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "empty": empty,
     "compiled": lambda: torch.compile(Plain(), backend="eager"),  # adds the prefix `_orig_mod.`; eager is fast
     "reordered": lambda: plain(last=nn.Linear(7, 1), first=nn.Linear(FEATURES, 7)),
+    **{names: partial(Layers, names) for names in ("b a c", "a b c", "c b a", "bb aa cc")},
     "sequential": lambda: nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, 1)),
 }
 
