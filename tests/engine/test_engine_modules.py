@@ -24,7 +24,7 @@ from deepspeed_ucp.testing.capture import CapturedEngine, CapturedParameter
 from deepspeed_ucp.testing.ranks import train as train_steps
 from tests.support.covering import is_exhaustive, params
 from tests.support.damage import flip_largest
-from tests.support.engines.cases import Case, Idle
+from tests.support.engines.cases import Case, Idle, compute_loss, make_engine, train_engine
 from tests.support.engines.driver import STEPS, Engines, Outcome, Row, Saved
 from tests.support.engines.kinds import ON_CPU, allow_fp16_on_cpu, forget_autocast, take_step
 from tests.support.engines.ranks import Load
@@ -109,9 +109,7 @@ class WithHead(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Heads(Case):
-    """An engine of `WithHead`; ``persists``: ZeRO 3 keeps small parameters gathered."""
-
-    persists: bool = False
+    """An engine of `WithHead`."""
 
     def make(self, seed: int) -> Any:
         forget_autocast()
@@ -120,7 +118,7 @@ class Heads(Case):
         with torch.no_grad():
             module.pretrained.base.absmax.copy_(torch.rand(BLOCKS) + seed)
             module.pretrained.base.weight.copy_(torch.randint(256, (8 * BLOCKS, 1)))
-        zero = {"stage3_param_persistence_threshold": 10**4 * self.persists}
+        zero = {"stage3_param_persistence_threshold": 0}
         optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
         trained = [param for param in module.parameters() if param.requires_grad]
         config = self.make_config(zero, optimizer=optimizer)
@@ -167,17 +165,13 @@ def test_modules_with_their_own_state_dict_are_restored(row: Row, engines: Engin
 
 def evaluate_after_fit(folder: str) -> tuple[list[float], float]:
     """Load into an evaluating engine around a further trained module. Return two losses and the expected one."""
-    trained = Heads(3, persists=True).training(1)()
-    engine = next(trained)
-    train_steps(trained, 2)
+    engine = make_engine(Case(3, 2).ds_config, "plain")
+    train_steps(train_engine(engine), 2)
     engine.save_checkpoint(folder)
-    engine.module.eval()
     expected = evaluate(engine)
     engine.module.train()
-    train_steps(trained, 2)
-    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3}}
-    config["checkpoint"] = {"universal": True}
-    tester = deepspeed.initialize(model=engine.module, config=config)[0]
+    train_steps(train_engine(engine), 2)
+    tester = deepspeed.initialize(model=engine.module, config=Case(3, 2).on().ds_config)[0]
     tester.module.eval()
     tester.load_checkpoint(folder, load_optimizer_states=False)
     found = [evaluate(tester), evaluate(tester)]
@@ -186,10 +180,10 @@ def evaluate_after_fit(folder: str) -> tuple[list[float], float]:
     return found, expected
 
 
+@torch.no_grad()
 def evaluate(engine: Any) -> float:
-    torch.manual_seed(5)
-    with torch.no_grad():
-        return float(engine(torch.randn(4, 6).to(engine.device)))
+    engine.module.eval()
+    return compute_loss(engine).item()
 
 
 def test_a_load_into_an_evaluating_engine_updates_gathered_parameters(engines: Engines, tmp_path: Path) -> None:
