@@ -37,10 +37,6 @@ ENGINES: dict[str, tuple[Kind, dict[str, Any], list[Source]]] = {}
 """Kind, options and refused sources of each engine."""
 
 
-def find_optim(case: Case, rank: int) -> str:
-    return ("bf16_" if case.precision == "bf16" else "") + OPTIM.format(rank)
-
-
 def add(
     name: str,
     source: Kind,
@@ -119,7 +115,7 @@ def add_damaged() -> None:
             add(damage, case, "CheckpointError", word, change=at(name, do))
         add("unreadable-on-rank-1", case, "CheckpointError", "_states.pt", "rank 1", unreadable="_states.pt")
     for rank in (0, 2):
-        name = find_optim(BF16, rank)
+        name = "bf16_" + OPTIM.format(rank)
         add(f"bit-flipped-{rank}", BF16, "CheckpointError", name, change=at(name, flip_largest))
     lora = {"model": "lora", "optimizer": "adamw_uniform"}
     add("frozen parameter", ZERO1, "CheckpointError", MODEL, change=at(MODEL, flip_largest), saved=lora, live=lora)
@@ -127,19 +123,6 @@ def add_damaged() -> None:
     add("no-latest", ZERO1, "CheckpointError", "latest", TAG, change=at(latest, Path.unlink))
     add("missing-tag", ZERO1, "CheckpointError", "global_step9", TAG, change=at(latest, rename))
     add("no-such-tag", ZERO1, "CheckpointError", "no_such_tag", TAG, arguments={"tag": "no_such_tag"})
-
-
-def add_foreign() -> None:
-    """Add shards of another rank, step, run (which stage 3 does not record) or world size."""
-    for case in (ZERO1, BF16, ZERO3):
-        first, second = find_optim(case, 1), find_optim(case, 2)
-        repeat = at(first, lambda path, second=second: shutil.copy(path, path.with_name(second)))  # type: ignore[misc]
-        add("duplicate", case, "CheckpointError", "_mp_rank_00_optim_states.pt", change=repeat)
-        others = {"another-step": Source(case, SMALL, steps=(LATER, 1))}
-        others |= {"another-run": Source(case, SMALL, steps=(STEPS[0], 1))} if case is not ZERO3 else {}
-        others |= {"another-size": Source(case.but(world=2), SMALL)} if case is not BF16 else {}
-        for name, other in others.items():
-            add(name, case, "CheckpointError", first, change=swap(other, first))
 
 
 def add_planted() -> None:
@@ -227,7 +210,7 @@ def add_autoep() -> None:
     add("number", fused, "MismatchError", "gate_up_proj", target=fused.but(stage=3, experts=8))
 
 
-for add_all in (add_damaged, add_foreign, add_planted, add_unfit, add_experts):
+for add_all in (add_damaged, add_planted, add_unfit, add_experts):
     add_all()
 if find_spec("deepspeed.module_inject.auto_ep_layer"):
     add_autoep()
