@@ -15,6 +15,7 @@ from deepspeed_ucp.export.safetensors import export_safetensors
 from deepspeed_ucp.export.tensors import ExportOptions
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
+from deepspeed_ucp.formats.latest import find_checkpoint
 from tests.support.conversion import convert_checkpoint
 from tests.support.covering import is_exhaustive, params
 from tests.support.engines.driver import Engines, Outcome, Row, Saved, Source
@@ -107,15 +108,11 @@ def autoep(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Conver
     for spread in AUTOEP:
         folder, saved = tmp_path_factory.mktemp("autoep"), engines.saved(spread)
         (folder / "ours").mkdir()
-        convert_checkpoint(str(find_tag(saved)), str(folder / "ours" / "step_universal"))
-        to_universal(find_tag(saved), folder / "theirs" / "step_universal")
+        convert_checkpoint(find_checkpoint(str(saved.folder)), str(folder / "ours" / "step_universal"))
+        to_universal(Path(find_checkpoint(str(saved.folder))), folder / "theirs" / "step_universal")
         (folder / "theirs" / "latest_universal").write_text("step_universal")
         found.append((folder, saved))
     return found
-
-
-def find_tag(saved: Saved) -> Path:
-    return saved.folder / (saved.folder / "latest").read_text().strip()
 
 
 def test_converted_files_of_experts_equal_upstreams(autoep: Converted, capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,7 +128,10 @@ def test_converted_files_of_experts_equal_upstreams(autoep: Converted, capsys: p
             assert have == want, path
         for by in ("ours", "theirs"):
             universal = str(folder / by / "step_universal")
-            assert main(["diff", str(find_tag(saved)), universal, "--states", "fp32,exp_avg,exp_avg_sq"]) == 0, by
+            assert (
+                main(["diff", find_checkpoint(str(saved.folder)), universal, "--states", "fp32,exp_avg,exp_avg_sq"])
+                == 0
+            ), by
             assert main(["verify", universal]) == 0, (folder, by)
             capsys.readouterr()
             assert main(["inspect", universal, "--param", "model.layers.0.mlp.experts.w1.3"]) == 0
@@ -170,7 +170,7 @@ FOLDED = [
 def test_experts_under_tp_or_at_stage_0_are_converted(source: Spread, engines: Engines, tmp_path: Path) -> None:
     """Upstream's converter supports neither."""
     saved, out = engines.saved(source), str(tmp_path / "step_universal")
-    convert_checkpoint(str(find_tag(saved)), out, groups=None if source.stage else "module")
+    convert_checkpoint(find_checkpoint(str(saved.folder)), out, groups=None if source.stage else "module")
     (outcome,) = engines.load(Spread(3, 2, ep=2), tmp_path)
     outcome.check(saved)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.formats.deepspeed.files import PUBLISHED, SEAL
@@ -238,18 +239,16 @@ def mend_copies(local: Local) -> Local:
 
 
 def describe_files(folder: Path) -> dict[str, Any]:
-    paths = sorted(folder.rglob("*_states.pt"))
-    return {str(path.relative_to(folder)): describe_value(torch.load(path, weights_only=False)) for path in paths}
+    found = {}
+    for path in sorted(folder.rglob("*_states.pt")):
+        tree = torch.load(path, weights_only=False)
+        tree.pop("ds_config", None)
+        found[str(path.relative_to(folder))] = tree_map(describe_value, tree)
+    return found
 
 
-def describe_value(value: Any) -> Any:
-    if torch.is_tensor(value):
-        return f"{value.dtype}{tuple(value.shape)}"
-    if isinstance(value, dict):
-        return {str(key): describe_value(item) for key, item in value.items() if key != "ds_config"}
-    if isinstance(value, list | tuple):
-        return [describe_value(item) for item in value]
-    return type(value).__name__
+def describe_value(value: Any) -> str:
+    return f"{value.dtype}{tuple(value.shape)}" if torch.is_tensor(value) else type(value).__name__
 
 
 # On one rank stage 3 has no padding, which DeepSpeed saves uninitialised.
