@@ -101,7 +101,7 @@ def test_the_first_launch_converts_a_save_and_the_next_reuses_the_conversion(
     source: Case, target: Case, engines: Engines, tmp_path: Path
 ) -> None:
     saved = engines.saved(source, **MIXED)
-    saved = saved.at(shutil.copytree(saved.folder, tmp_path / "run"))
+    saved = replace(saved, folder=shutil.copytree(saved.folder, tmp_path / "run"))
     files = [list_files(saved.folder)]
     for case in (target, target.but(world=2)):
         (outcome,) = engines.load(case.on(mode="atomic"), saved, **MIXED)
@@ -144,7 +144,7 @@ ROUTES_3D = {  # the first target of each model always runs; all targets of a mo
 
 def check_known(saved: Saved, outcome: Outcome) -> None:
     """Check fused query, key and value, row-parallel weights, padded vocabularies, tied embeddings."""
-    known, model = saved.at(saved.folder), saved.kind.model
+    known, model = replace(saved), saved.kind.model
     known.state = drop_states_without_upstream_support(saved.state, model)
     outcome.check(known, direct=False, losses=model != "padded", least=81)  # the loss depends on rows of padding
 

@@ -44,7 +44,7 @@ def test_stage_0_states_follow_names_if_the_order_of_layers_changes(precision: s
     (moved,) = engines.load(case, saved, model="a b c", **options)
     moved.check(saved, direct=True)
     assert "parameter order" in moved.ranks[0].reason
-    renamed, parameters = saved.at(saved.folder), saved.state.parameters
+    renamed, parameters = replace(saved), saved.state.parameters
     renamed.state = replace(saved.state, parameters={name[0] + name: each for name, each in parameters.items()})
     (outcome,) = engines.load(case.on(**RENAMED), saved, model="bb aa cc", **options)
     outcome.check(renamed, direct=True, least=12)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -44,11 +43,6 @@ class Saved:
     @cached_property
     def losses(self) -> list[float]:
         return average_losses(self.ranks)
-
-    def at(self, folder: Path) -> Saved:
-        found = copy.copy(self)
-        found.folder = folder
-        return found
 
 
 @dataclass
@@ -252,7 +246,7 @@ class Engines:
         if (key, source.change) not in self._changed:
             folder = self._make_folder()
             source.change(self, run.folder, folder)
-            self._changed[key, source.change] = run.at(folder)
+            self._changed[key, source.change] = replace(run, folder=folder)
         return self._changed[key, source.change]
 
     def load(

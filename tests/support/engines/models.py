@@ -90,17 +90,6 @@ class Layers(Base):
         return x.mean(-1, keepdim=True)
 
 
-class Columns(Plain):
-    """`Plain` whose matrices have several rows, as ZenFlow requires."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = nn.Linear(7, 4)
-
-    def body(self, x: Tensor) -> Tensor:
-        return super().body(x).mean(-1, keepdim=True)
-
-
 class TwoDtypes(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +181,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "plain": Plain,
     "bulk": lambda: Plain(1000),  # some ten thousand parameters
     "aligned": aligned,
-    "columns": Columns,
     "table": Table,
     "half": lambda: Plain().to(torch.bfloat16),
     "two_dtypes": TwoDtypes,

@@ -52,10 +52,6 @@ class Load:
     again: str = ""
     steps: int = 0
 
-    def run(self, engine: Any) -> Any:
-        with _blocked(self.unreadable if dist.get_rank() == 1 else ""):
-            return engine.load_checkpoint(_pick(self.folder), **self.arguments)
-
 
 def _pick(folder: Folder) -> str:
     return folder if isinstance(folder, str) else folder[dist.get_rank()]
@@ -203,7 +199,8 @@ def _load(trained: Generator[Any, None, None], engine: Any, load: Load, read: An
     counted = mock.patch.object(DeepSpeedEngine, "_load_checkpoint", autospec=True, side_effect=real)
     with listen() as log, counted as own, without_collector():
         try:
-            path, client_state = load.run(engine)
+            with _blocked(load.unreadable if dist.get_rank() == 1 else ""):
+                path, client_state = engine.load_checkpoint(_pick(load.folder), **load.arguments)
         except Exception as raised:
             if not catch:
                 raise
