@@ -16,7 +16,7 @@ import deepspeed_ucp
 from deepspeed_ucp.testing.capture import CapturedEngine
 from tests.support.covering import params
 from tests.support.engines import cases
-from tests.support.engines.cases import MIXED, SMALL, Case
+from tests.support.engines.cases import MIXED, Case
 from tests.support.engines.driver import UPSTREAM, Engines, Outcome, Row, Saved, Source, convert, convert_upstream
 from tests.support.engines.gpt import MODELS
 from tests.support.engines.kinds import SUMS_IN_FP32
@@ -112,15 +112,11 @@ def test_the_first_launch_converts_a_save_and_the_next_reuses_the_conversion(
     assert first == second
     (manifest,) = saved.folder.glob(f"*_universal/{MANIFEST}")
     assert (saved.folder / "latest_universal").read_text() == manifest.parent.name
-
-
-def test_atomic_dir_is_the_folder_of_a_launchs_conversion(engines: Engines, tmp_path: Path) -> None:
-    saved = engines.saved(Case(1, 2), **SMALL)
-    before = list_files(saved.folder)
-    case = Case(3, 3).on(mode="atomic", atomic_dir=str(tmp_path / "fast"))
-    (outcome,) = engines.load(case, saved, **SMALL)
+    saved = engines.saved(source, **MIXED)
+    files = list_files(saved.folder)
+    (outcome,) = engines.load(target.on(mode="atomic", atomic_dir=str(tmp_path / "fast")), saved, **MIXED)
     outcome.check(saved, direct=True)
-    assert list_files(saved.folder) == before
+    assert list_files(saved.folder) == files
     assert len([*(tmp_path / "fast").glob(f"*_universal/{MANIFEST}")]) == 1
 
 

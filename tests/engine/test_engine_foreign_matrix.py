@@ -12,7 +12,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from huggingface_hub import save_torch_state_dict
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -26,7 +25,7 @@ from tests.support.engines.cases import Case, NetCase
 from tests.support.engines.driver import Engines
 from tests.support.engines.ranks import Load
 from tests.support.engines.reading import States
-from tests.support.exports import check_same, read_all
+from tests.support.exports import check_same, load_all, read_all
 from tests.support.foreign import write_dcp
 
 pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="DeepSpeed before 0.19 has no AutoEP")
@@ -124,11 +123,7 @@ def write_safetensors(folder: Path, weights: dict[str, Any]) -> dict[str, Any]:
     """Write several files and an index. Return the tensors that the library reads."""
     save_torch_state_dict(weights, folder, max_shard_size=1000)
     assert (folder / "model.safetensors.index.json").exists()
-    found = {}
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            found.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - it is no dict
-    return found
+    return load_all(folder)
 
 
 def write_bin(folder: Path, weights: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import deepspeed_ucp
 from deepspeed_ucp.engine import engines
 from deepspeed_ucp.formats.latest import find_checkpoint
 from deepspeed_ucp.testing import WorldPool
-from deepspeed_ucp.testing.capture import CapturedEngine, capture
+from deepspeed_ucp.testing.capture import CapturedEngine
 from deepspeed_ucp.testing.compare import compare
 from deepspeed_ucp.testing.ranks import train as train_steps
 from tests.support.covering import params
@@ -163,30 +163,6 @@ def count_wrappers() -> list[int]:
         method = DeepSpeedEngine.load_checkpoint
         while hasattr(method, "__wrapped__"):
             method, found[-1] = method.__wrapped__, found[-1] + 1
-    return found
-
-
-def test_engines_with_and_without_the_plugin_in_one_process(engines: Engines) -> None:
-    saved, case = engines.saved(Case(1, 3), **SMALL), Case(1, 2)
-    work = two_engines, case.on().ds_config, case.ds_config, str(saved.folder)
-    for state, error, reports in engines.get(case).run(*work):
-        assert compare(saved.state, state)[1] == []
-        assert "world size" in error
-        assert "imported but off for this engine" in error
-        assert reports == [True, None]
-
-
-def two_engines(on: dict[str, Any], off: dict[str, Any], folder: str) -> tuple[Any, str, list[Any]]:
-    first, second = (make_engine(config, **SMALL) for config in (on, off))
-    error = ""
-    try:
-        second.load_checkpoint(folder)
-    except Exception as raised:  # noqa: BLE001 - the test checks the error
-        error = "\n".join([str(raised), *getattr(raised, "__notes__", [])])
-    first.load_checkpoint(folder)
-    found = capture(first), error, [first.ucp_report.direct, getattr(second, "ucp_report", None)]
-    first.destroy()
-    second.destroy()
     return found
 
 

@@ -141,28 +141,25 @@ class Megatron(Launch):
 
 
 def make_arguments(launch: Launch) -> Any:
-    sizes = {"kv_heads": 0, "ffn": 0, "swiglu": False, "rmsnorm": False, "rotary": False, "untied": False, "bias": True}
-    sizes.update(MODELS[launch.model])
+    sizes = MODELS[launch.model]
+    heads, hidden, is_llama = sizes["heads"], sizes["hidden"], sizes.get("swiglu", False)
     return megatron_args(
         num_layers=LAYERS,
-        hidden_size=sizes["hidden"],
-        ffn_hidden_size=sizes["ffn"] or 4 * sizes["hidden"],
-        num_attention_heads=sizes["heads"],
-        num_key_value_heads=sizes["kv_heads"] or sizes["heads"],
-        kv_channels=sizes["hidden"] // sizes["heads"],
-        max_position_embeddings=sizes["context"],
-        seq_length=sizes["context"],
+        hidden_size=hidden,
+        ffn_hidden_size=sizes.get("ffn", 4 * hidden),
+        num_attention_heads=heads,
+        num_key_value_heads=sizes.get("kv_heads", heads),
+        kv_channels=hidden // heads,
         padded_vocab_size=sizes["vocabulary"],
-        make_vocab_size_divisible_by=sizes["vocabulary_divisor"],
         tensor_model_parallel_size=launch.tp,
         pipeline_model_parallel_size=launch.pp,
         no_pipeline_parallel=not launch.pipeline,
-        swiglu=sizes["swiglu"],
-        normalization="rmsnorm" if sizes["rmsnorm"] else "layernorm",
-        add_bias_linear=sizes["bias"],
-        add_position_embedding=not sizes["rotary"],
-        use_rotary_position_embeddings=sizes["rotary"],
-        untie_embeddings_and_output_weights=sizes["untied"],
+        swiglu=is_llama,
+        normalization="rmsnorm" if is_llama else "layernorm",
+        add_bias_linear=not is_llama,
+        add_position_embedding=not is_llama,
+        use_rotary_position_embeddings=is_llama,
+        untie_embeddings_and_output_weights=is_llama,
     )
 
 

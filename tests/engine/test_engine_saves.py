@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
@@ -112,27 +112,18 @@ def check_files(folder: Path, count: int) -> None:
 
 
 def check_loads(
-    world: World,
-    target: Case,
-    folder: object,
-    place: object,
-    number: int,
-    state: CapturedEngine | None = None,
-    *,
-    tag: str | None = None,
-    memory: Path | None = None,
+    world: World, target: Case, folder: object, place: object, number: int, state: CapturedEngine, memory: Any = None
 ) -> list[Local]:
     """Load `folder` on every rank: from `place`, the save with this number, and its state.
 
     Args:
         memory: each rank is a node with a memory folder below this one.
     """
-    loads = [Load(str(folder), {"tag": tag}, steps=1)]
-    work: tuple[Callable[..., Any], ...] = (ranks.load_each, target.training(seed=99), loads)  # type: ignore[assignment]
+    work: tuple[Any, ...] = (ranks.load_each, target.training(seed=99), [Load(str(folder), steps=1)])
     answers = world.run(*work) if memory is None else world.run(ranks.on_nodes, work[0], str(memory), *work[1:])
     for (local,) in answers:
         assert local.path.startswith(str(place)) and local.client_state["number"] == number
-        assert state is None or compare(state, local.state)[1] == []
+        assert compare(state, local.state)[1] == []
     return [local for (local,) in answers]
 
 
@@ -144,24 +135,6 @@ def test_saves_at_step_0_in_a_step_and_twice_under_one_tag(case: Case, tmp_path:
     check_files(tmp_path, 2)
     assert {path.name for path in (tmp_path / "saved").glob("*/")} == {"global_step0", "twice"}
     assert (tmp_path / "saved" / "latest").read_text() == "twice"
-
-
-@pytest.mark.parametrize("target", params([Case(3, 1)], [Case(3, 3), Case(1, 2, "bf16")], str))
-def test_a_load_takes_the_newest_save_of_memory_and_folder(target: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """In the same topology and in another one; the place counts if memory has no newer save."""
-    folder, memory = tmp_path / "saved", tmp_path / "memory"
-    config = Case(1, 2, "bf16").saving(memory).ds_config
-    states = ucp_worlds.get(2).run(save_each, config, str(folder), TWICE)[0]
-    world, loader = ucp_worlds.get(target.world), target.saving(memory)
-    check_loads(world, loader, folder, memory, 1, states[1])
-    check_loads(world, loader, folder, folder, 0, states[0], tag="global_step1")
-    (folder / "latest").write_text("global_step1")  # the user's choice
-    check_loads(world, loader, folder, folder, 0)
-    (folder / "latest").write_text("global_step2")
-    (folder / "global_step2" / "ucp_seal.json").unlink()  # like a save without the plugin
-    check_loads(world, loader, folder, folder, 1)
-    shutil.rmtree(memory)
-    check_loads(world, loader, folder, folder, 1)
 
 
 @pytest.mark.parametrize("case", params([Case(3, 2, "bf16")], [Case(1, 2, "bf16")], str))

@@ -61,11 +61,10 @@ def spoiled(ds_config: dict[str, Any], spoil: str) -> Generator[Any, None, None]
 
     def load_and_spoil(*args: Any, **kwargs: Any) -> Any:
         loaded = load(*args, **kwargs)
-        SPOILS[spoil](engine)
+        SPOILS[spoil][0](engine)
         return loaded
 
-    if spoil in SPOILS:
-        engine.load_checkpoint = load_and_spoil
+    engine.load_checkpoint = load_and_spoil
     yield engine
     for loss in steps:
         yield loss + (0.1 if spoil == "loss" and ds_config["zero_optimization"]["stage"] == 3 else 0.0)
@@ -80,34 +79,30 @@ def spoil_weight(engine: Any) -> None:
     safe_set_full_fp32_param(parameter, value)
 
 
-SPOILS: dict[str, Callable[[Any], object]] = {
-    "weight": spoil_weight,
-    "moment": lambda engine: [
-        state["exp_avg_sq"].mul_(1.0000002) for state in engine.optimizer.optimizer.state.values()
-    ],
-    "buffer": lambda engine: engine.module.mask[2].logical_not_(),
-    "steps": lambda engine: setattr(engine, "global_steps", engine.global_steps + 1),
-    "rate": lambda engine: engine.optimizer.param_groups[1].update(lr=0.5),
+SPOILS: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
+    "weight": (spoil_weight, ("last.weight", "fp32", "1 of 5 elements", "(0, 3)")),
+    "moment": (
+        lambda engine: [state["exp_avg_sq"].mul_(1.0000002) for state in engine.optimizer.optimizer.state.values()],
+        ("first.weight", "exp_avg_sq"),
+    ),
+    "buffer": (
+        lambda engine: engine.module.mask[2].logical_not_(),
+        ("buffer mask", "1 of 3 elements", "(2,)", "True", "False"),
+    ),
+    "steps": (
+        lambda engine: setattr(engine, "global_steps", engine.global_steps + 1),
+        ("global_steps", "saved 2, loaded 3"),
+    ),
+    "rate": (lambda engine: engine.optimizer.param_groups[1].update(lr=0.5), ("first.bias", "lr", "0.5")),
+    "loss": (id, ("step 1 after the resume", "relative gap")),
 }
 
 
-@pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        ("weight", ("last.weight", "fp32", "1 of 5 elements", "(0, 3)")),
-        ("moment", ("first.weight", "exp_avg_sq")),
-        ("buffer", ("buffer mask", "1 of 3 elements", "(2,)", "True", "False")),
-        ("steps", ("global_steps", "saved 2, loaded 3")),
-        ("rate", ("first.bias", "lr", "0.5")),
-        ("loss", ("step 1 after the resume", "relative gap")),
-    ],
-)
-def test_resume_equivalence_finds_spoiled_state(
-    spoil: str, words: tuple[str, ...], resume_equivalence: Callable[..., ResumeReport]
-) -> None:
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_resume_equivalence_finds_spoiled_state(spoil: str, resume_equivalence: Callable[..., ResumeReport]) -> None:
     with pytest.raises(AssertionError) as caught:
         resume_equivalence(partial(spoiled, spoil=spoil), source=SOURCE, target=TARGET, steps=(2, 1))
-    for word in words:
+    for word in SPOILS[spoil][1]:
         assert word in str(caught.value)
 
 
