@@ -14,14 +14,10 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.engine.parallel import Instance
-from deepspeed_ucp.formats import check_tag, open_checkpoint, read_latest
-from deepspeed_ucp.tensor_parallel.facts import Facts
-from deepspeed_ucp.tensor_parallel.metadata import Mapped, from_universal_info
 from deepspeed_ucp.testing.compare import compare
 from tests.releases import DEEPSPEED, find_reason
-from tests.support.covering import few, params, turns
+from tests.support.covering import params, turns
 from tests.support.engines.driver import STEPS, Engines, Outcome, Row, Saved, Source
 from tests.support.engines.gpt import LAYERS, MODELS
 from tests.support.engines.parallel import Launch, count_copies, expect, join, pipe, plain, resume
@@ -307,37 +303,21 @@ POSITIONS = "language_model.embedding.position_embeddings.weight"
 TIED = "tied_modules.embed.position_embeddings.weight"
 
 
+# The first stage's copy is restored, or no file has the last stage's copy.
 @pytest.mark.parametrize(
-    ("source", "target", "warned"),
-    [
-        pytest.param(TP2_PP2, pipe(1, 2), [], marks=pytest.mark.exhaustive),  # each stage restores its copy, as above
-        (TP2_PP2, pipe(2, world=2), [1, 0]),  # the first stage's copy is restored
-        (TP2_PP2_STAGE0, pipe(1, 2, world=2), [1]),  # no file has the last stage's copy
-    ],
-    ids=["both", "first", "unsaved"],
+    ("source", "target"), [(TP2_PP2, pipe(2, world=2)), (TP2_PP2_STAGE0, pipe(1, 2, world=2))], ids=["first", "unsaved"]
 )
-def test_untied_position_embeddings_of_stages_are_restored_or_reported(
-    source: Launch, target: Launch, warned: list[int], engines: Engines
-) -> None:
-    """DeepSpeed ties only the word embeddings: the last stage's positions decay and never have a gradient.
-
-    All other states are restored, too.
-    """
+def test_untied_position_embeddings_of_stages_are_reported(source: Launch, target: Launch, engines: Engines) -> None:
+    """DeepSpeed ties only the word embeddings: the last stage's positions decay and never have a gradient."""
     run = engines.saved(source)
     saved = join(run.ranks, "dense").parameters
     assert not saved[POSITIONS].fp32.equal(saved[f"{POSITIONS}#1"].fp32)
     assert saved[WORDS].fp32.equal(saved[f"{WORDS}#1"].fp32)
     (outcome,) = engines.load(target, run)
     outcome.check(run, **MOST)
-    loaded = outcome.state.parameters
-    assert loaded[POSITIONS].fp32.equal(saved[POSITIONS].fp32)
-    assert (f"{POSITIONS}#1" in loaded) == (target.pp == 2)
-    if target.pp == 2:
-        assert loaded[f"{POSITIONS}#1"].fp32.equal(saved[POSITIONS if warned else f"{POSITIONS}#1"].fp32)
-    counts = [len(local.list_messages("WARNING", TIED)) for local in outcome.ranks]
-    assert counts[: len(warned)] == warned and (warned or not any(counts))
-    words = [local for local in outcome.ranks if local.list_messages("WARNING", "word_embeddings")]
-    assert not words or source == TP2_PP2_STAGE0
+    for name in {POSITIONS, f"{POSITIONS}#1"} & outcome.state.parameters.keys():
+        assert outcome.state.parameters[name].fp32.equal(saved[POSITIONS].fp32)
+    assert len(outcome.list_messages("WARNING", TIED)) == 1
 
 
 def test_the_rows_above_have_different_shards_and_copies(engines: Engines, subtests: pytest.Subtests) -> None:
@@ -354,29 +334,6 @@ def test_the_rows_above_have_different_shards_and_copies(engines: Engines, subte
         ranks = engines.saved(Stages(2, dual=True)).ranks
         layers = [{name.split(".")[0] for name in local.state.parameters} - {"tied_modules"} for local in ranks]
         assert sorted(map(sorted, layers)) == [["1", "6"], ["1", "6"], ["2", "3", "4", "5"], ["2", "3", "4", "5"]]
-
-
-@pytest.mark.skipif(Version("0.19") > DEEPSPEED, reason="AutoTP saves its layout since 0.19")
-def test_saved_affine_maps_override_saved_lists(engines: Engines) -> None:
-    """The maps name every parameter and scale no piece. Two ranks hold two and one of three key-value heads."""
-    found = few([UNEVEN_BF16, Uneven(4, 0)], 1)
-    assert [list_widths(engines.saved(each)) for each in found] == [[16, 8], [8, 8, 8, 0]][: len(found)]
-    folder = str(engines.saved(UNEVEN_BF16).folder)
-    index = open_checkpoint(check_tag(folder, str(read_latest(folder))), Comm())
-    info = dict(index.hints["universal_checkpoint_info"])
-    maps = info["affine_map"]["params"]
-    pieces = [piece for each in maps.values() for rank in each["ranks"].values() for piece in rank["pieces"]]
-    assert {piece.get("scale", 1.0) for piece in pieces} == {1.0}
-    info |= {"parameter_with_row_parallelism_patterns": [".*"], "tp_replicated_parameter_patterns": [".*"]}
-    names = index.atoms.list_names({"exp_avg"})
-    assert len(names) > 20
-    assert {name for name in names if not isinstance(from_universal_info(info).find(name, Facts()), Mapped)} == set()
-
-
-def list_widths(saved: Saved) -> list[int]:
-    name = "model.layers.0.self_attn.q_proj.weight"
-    found = {local.state.place.tp_rank: len(local.state.parameters[name].value) for local in saved.ranks}
-    return [found[rank] for rank in sorted(found)]
 
 
 # --- refusals
