@@ -161,7 +161,6 @@ FOLDED = [
     Spread(1, 4, ep=2, tp=2),
     Spread(0, 4, ep=4, tp=2),
     Spread(0, 4, "bf16", 2),
-    Spread(2, 4, "bf16", 4, tp=4),
     Spread(3, 4, "bf16", 2, tp=2),
 ]
 

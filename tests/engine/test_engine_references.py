@@ -20,8 +20,6 @@ from tests.support.covering import params
 from tests.support.engines.cases import Case, compute_loss, make_engine
 from tests.support.engines.kinds import ON_CPU, SUMS_IN_FP32
 
-transformers = pytest.importorskip("transformers")
-
 BEFORE, AFTER = 3, 5
 """Steps before a save and after it."""
 
@@ -105,12 +103,10 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "ChainedScheduler": _chain,
     **{name: partial(getattr(lr_schedules, name), **params) for name, params in CONFIGURED.items()},
 }
-"""Factories of the schedulers of torch, transformers and DeepSpeed, by name.
+"""Factories of the schedulers of torch and DeepSpeed, by name.
 
-Those without a row load their numbers like one of these, such as torch's other chainable ones.
+Those without a row load their numbers like one of these, such as those of transformers.
 """
-if "GreedyLR" in dir(transformers):  # without its import, which takes seconds
-    SCHEDULERS["GreedyLR"] = lambda optimizer: transformers.optimization.GreedyLR(optimizer, patience=1)
 
 SAME = (*HOLDERS, "LambdaLR", "OneCycleLR", "ReduceLROnPlateau", "SequentialLR", "ChainedScheduler", "OneCycle")
 """They differ in their references and outputs. In the same topology, which DeepSpeed loads, others are exhaustive."""
@@ -145,7 +141,7 @@ class Training:
         given = {"given": make, "callable": lambda _: make}
         self.engine = make_engine(config, "plain", scheduler=given.get(way, False), seed=seed)
         self.own = make(self.engine.basic_optimizer) if way == "own" else None
-        self.needs_loss = name in ("ReduceLROnPlateau", "GreedyLR")
+        self.needs_loss = name == "ReduceLROnPlateau"
 
     def train(self, steps: int) -> Trace:
         trace = Trace([self._read_hyper()], [])

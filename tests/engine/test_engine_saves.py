@@ -158,20 +158,6 @@ def test_a_save_that_does_not_fit_into_memory_is_written_by_deepspeed(tmp_path: 
     assert (saved / "latest").read_text() == "global_step4"
 
 
-def test_each_node_has_its_part_of_a_save_in_memory(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """All nodes together have the newest save; without one of them the load uses the place."""
-    folder, memory, variable = tmp_path / "saved", tmp_path / "memory", Path("$NODE_MEMORY")
-    config, loader = Case(1, 2, "bf16").saving(variable).ds_config, Case(3, 2).saving(variable)
-    world = ucp_worlds.get(2)
-    states = world.run(ranks.on_nodes, save_each, str(memory), config, str(folder), TWICE)[0]
-    parts = [{path.name for path in (memory / f"node{node}").rglob("*_states.pt")} for node in range(2)]
-    assert all(parts) and not parts[0] & parts[1]
-    assert len(list(tmp_path.glob("saved/*/ucp_seal.json"))) == 2
-    check_loads(world, loader, folder, memory, 1, states[1], memory=memory)
-    shutil.rmtree(memory / "node1")
-    check_loads(world, loader, folder, folder, 1, states[1], memory=memory)
-
-
 @pytest.mark.exhaustive
 def test_saves_to_node_local_folders_do_not_use_memory(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """No node could detect that all files are complete, so no save would be sealed. A single node uses memory."""
