@@ -201,11 +201,7 @@ OFFLOADED = few([Case(1, 3, zero=ON_CPU), Case(0, 3)], 1)
 FUSED = {"model": "mixed", "optimizer": "fused_adam"}
 """Has a CPU build; stage 0 in 16 bits uses the flat FP16_Optimizer with it."""
 BF16_OPTIMIZER = Case(1, 3, "bf16", config=SUMS_IN_FP32)
-INTO = [
-    *(Case(stage, 2, p) for stage in STAGES for p in ("bf16", "fp32")),
-    BF16_OPTIMIZER.but(world=2),
-    Case(1, 3, "bf16"),
-]
+INTO = [Case(stage, 2, precision) for stage in STAGES for precision in ("bf16", "fp32")]
 
 
 def check_group_steps(saved: Saved, outcome: Outcome) -> None:

@@ -196,9 +196,8 @@ def join_tensors(shards: Sequence[Any], name: str, model: str) -> Any:
 def expect(saved: CapturedEngine, loaded: CapturedEngine) -> CapturedEngine:
     """Return the expected state of an engine with the parameters of `loaded` after a load of `saved`.
 
-    An equal number of stages get their copies back; otherwise the first stage gets the first copy, and the last stage
-    the last one. DeepSpeed saves the buffers of the first stage only: layers with a `forward_fn` have no file. A
-    vocabulary loses its last padding rows, or gets new ones of zeros.
+    DeepSpeed saves the buffers of the first stage only: layers with a `forward_fn` have no file. A vocabulary loses its
+    last padding rows, or gets new ones of zeros.
     """
     parameters = {
         name: _fit_rows(saved.parameters[_pick(name, saved.parameters, loaded.parameters)], len(state.value))
