@@ -128,24 +128,24 @@ def signaled(case: Case) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("number", "steps", "code"), [(signal.SIGTERM, 2, 0), (signal.SIGUSR1, 5, None)], ids=["SIGTERM", "SIGUSR1"]
+    ("number", "when", "steps", "code"),
+    [
+        (signal.SIGTERM, "step", 2, 0),
+        (signal.SIGUSR1, "step", 5, None),
+        (signal.SIGTERM, "save", 1, 0),
+        (signal.SIGTERM, "load", 1, 0),
+    ],
 )
 def test_a_signal_to_one_rank_makes_all_ranks_save_once(
-    number: int, steps: int, code: int | None, tmp_path: Path, ucp_worlds: WorldPool
+    number: int, when: str, steps: int, code: int | None, tmp_path: Path, ucp_worlds: WorldPool
 ) -> None:
-    """They save at the end of the current step. The job then ends or continues."""
-    work = train_until_signaled, signaled(Case(1, 2).on()), str(tmp_path), int(number)
+    """They save at the end of the current or next step. The job then ends or continues."""
+    work = train_until_signaled, signaled(Case(1, 2).on()), str(tmp_path), int(number), when
     assert set(ucp_worlds.get(2).run(*work)) == {(steps, code)}
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["global_step2"]
-    state = torch.load(tmp_path / "global_step2" / "mp_rank_00_model_states.pt", weights_only=False)
-    assert (state["global_steps"], state["mine"]) == (2, 7)
-
-
-@pytest.mark.parametrize("when", ["save", "load"])
-def test_a_signal_in_a_save_or_load_makes_a_save_after_a_step(when: str, tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    work = train_until_signaled, signaled(Case(1, 2).on()), str(tmp_path), int(signal.SIGTERM), when
-    assert set(ucp_worlds.get(2).run(*work)) == {(1, 0)}
-    assert (tmp_path / "latest").read_text() == "global_step1"
+    saved = 1 + (when == "step")
+    assert [path.name for path in tmp_path.glob("global_step*")] == [f"global_step{saved}"]
+    state = torch.load(tmp_path / f"global_step{saved}" / "mp_rank_00_model_states.pt", weights_only=False)
+    assert (state["global_steps"], state["mine"]) == (saved, 7)
 
 
 @pytest.mark.exhaustive

@@ -146,10 +146,7 @@ ROWS = turns(TARGETS, SOURCES, 1)
 TURNS = [(target, tuple(source for source in SOURCES if (target, source) in ROWS)) for target in TARGETS]
 REST = (TARGETS[1], TARGETS[5], TARGETS[9], TARGETS[11], TARGETS[13])
 """Exhaustive targets: others are of the same kind, or only names differ (``test_engine_resumes.py``)."""
-ALIKE = {"fsdp2-tp": "fsdp2"}
-"""Blocks of two dimensions are exhaustive: ``tests/formats/test_foreign.py`` reads them."""
-
-CHOSEN = [(target, tuple(ALIKE.get(each, each) for each in row)) for target, row in TURNS if target not in REST]
+CHOSEN = [row for row in TURNS if row[0] not in REST]
 EVERY = [*TURNS, *((target, SOURCES) for target in TARGETS)]
 
 

@@ -348,21 +348,14 @@ def test_custom_load_fn_gets_the_saved_state_dict_and_the_module(source: Case, e
         check_values(outcome.state, saved.state, "head.")
 
 
-SCHEDULE = {"require_steps": 10, "seq_per_step": 8}
+LAYERS = {"total_layer_num": 2, "random_ltd_layer_num": 1, "random_ltd_layer_id": [0], "model_type": "decoder"}
+SCHEDULE = {"schedule_type": "fixed_linear", "schedule_config": {"require_steps": 10, "seq_per_step": 8}}
 RANDOM_LTD = {
     "enabled": True,
-    "total_layer_num": 2,
-    "random_ltd_layer_num": 1,
-    "random_ltd_layer_id": [0],
+    **LAYERS,
     "model_mask_name": "mask",
-    "model_type": "decoder",
     "hidden_state_order": "batch_seq_dim",
-    "random_ltd_schedule": {
-        "min_value": 8,
-        "max_value": 64,
-        "schedule_type": "fixed_linear",
-        "schedule_config": SCHEDULE,
-    },
+    "random_ltd_schedule": {"min_value": 8, "max_value": 64, **SCHEDULE},
 }
 HELPERS = {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": RANDOM_LTD}}}
 
