@@ -16,7 +16,6 @@ import pytest
 import torch
 from packaging.version import Version
 
-from deepspeed_ucp.testing.capture import CapturedEngine
 from deepspeed_ucp.testing.compare import compare
 from deepspeed_ucp.testing.resume import LOSS_TOLERANCE
 from tests.releases import DEEPSPEED, find_reason
@@ -363,12 +362,6 @@ BY_DTYPE = {**TWO, "optimizer": "adamw_by_dtype"}
 KEPT = {"data_types": {"buffer_dtype": "bf16", "keep_in_fp32_modules": ["running"]}}
 
 
-def list_dtypes(state: CapturedEngine) -> set[tuple[str, torch.dtype]]:
-    trained = [each for each in state.parameters.values() if each.fp32 is not None]
-    masters = {("fp32", each.fp32.dtype) for each in trained if each.fp32 is not None}
-    return masters | {(name, tensor.dtype) for each in trained for name, tensor in each.tensors.items()}
-
-
 def check_rounding(saved: Saved, outcome: Outcome) -> None:
     """Check that states have the dtype of the optimizer's states, and that the log names each rounded one."""
     precision, moments = (
@@ -377,7 +370,9 @@ def check_rounding(saved: Saved, outcome: Outcome) -> None:
     )
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     dtypes = {"fp32": low, **dict.fromkeys(("exp_avg", "exp_avg_sq"), low if moments else torch.float32)}
-    assert list_dtypes(outcome.state) == set(dtypes.items())
+    trained = [each for each in outcome.state.parameters.values() if each.fp32 is not None]
+    found = {(name, tensor.dtype) for each in trained for name, tensor in {**each.tensors, "fp32": each.fp32}.items()}
+    assert found == set(dtypes.items())
     logged = {text.split()[0] for text in outcome.list_messages("WARNING", "is rounded")}
     if saved.kind == WIDE[3].kind:
         assert logged == {name for name, dtype in dtypes.items() if dtype != torch.float32}
