@@ -34,10 +34,6 @@ from .writer import finish_save, is_decoupled, protect_writer
 
 logger = logging.getLogger("deepspeed_ucp")
 
-FIRST_RELEASE, END_OF_RELEASES = (0, 16, 0), (0, 20, 0)
-BROKEN_RELEASES = [(0, 18, 7), (0, 18, 8), (0, 18, 9)]
-"""Supported releases of DeepSpeed, as in ``setup.cfg``."""
-
 
 def show_decisions() -> None:
     """Show the plugin's INFO lines unless the script has set a level."""
@@ -78,11 +74,11 @@ def _configure_train_batch_size(original: Callable[..., Any], config: Any) -> No
 
 @cache
 def warn_untested(release: str) -> None:
-    """Warn once per process about an unsupported or broken release of DeepSpeed."""
+    """Warn once per process about an unsupported or broken release of DeepSpeed (``setup.cfg``)."""
     numbers = tuple(map(int, re.findall(r"\d+", release)[:3]))
-    if not FIRST_RELEASE <= numbers < END_OF_RELEASES:
+    if not (0, 16, 0) <= numbers < (0, 20, 0):
         fault = "is not supported by deepspeed_ucp (0.16.0 to 0.19.x are): loads may fail or lose state"
-    elif numbers in BROKEN_RELEASES:
+    elif (0, 18, 7) <= numbers <= (0, 18, 9):
         fault = "cannot take a step at ZeRO 1 and 2: its flat buffers are still part of autograd's graph"
     else:
         return

@@ -30,9 +30,6 @@ logger = logging.getLogger("deepspeed_ucp")
 _FIRST = 3
 """Steps until the clock is first read."""
 
-_TAG = "snapshot_step"
-"""Prefix of the tags of snapshots, which scripts do not use."""
-
 _SECONDS = re.compile(r"(\d+(?:\.\d+)?)s")
 
 
@@ -161,7 +158,8 @@ def end_step(engine: Any) -> None:
 
 def _take(engine: Any, state: Snapshots, client_state: Prepared) -> None:
     try:
-        engine.save_checkpoint(state.save_dir, f"{_TAG}{engine.global_steps}", client_state=client_state)
+        tag = f"snapshot_step{engine.global_steps}"  # scripts do not use such a tag
+        engine.save_checkpoint(state.save_dir, tag, client_state=client_state)
         state.fails = False
     except UcpError as error:
         _warn(state, engine, error)

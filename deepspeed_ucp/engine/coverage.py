@@ -84,10 +84,6 @@ _REFUSED: tuple[tuple[Callable[[Any], Any], str], ...] = (
 """Features refused in any topology: a function that returns True or names, and the message."""
 
 
-_ONE_BIT = ("OnebitAdam", "ZeroOneAdam", "OnebitLamb")
-"""Optimizers of DeepSpeed up to 0.18 (``runtime/fp16/onebit/``)."""
-
-
 def find_data_sampler(engine: Any) -> DeepSpeedDataSampler | None:
     """Return the curriculum-learning sampler (``data_efficiency``), or None."""
     sampler = getattr(getattr(engine, "training_dataloader", None), "data_sampler", None)
@@ -112,7 +108,8 @@ def writes_states(engine: Any) -> bool:
 def list_unsaved(engine: Any) -> list[str]:
     """Describe state that no save contains: a load leaves the live values."""
     notes = []
-    if type(getattr(engine.optimizer, "optimizer", engine.optimizer)).__name__ in _ONE_BIT:
+    kind = type(getattr(engine.optimizer, "optimizer", engine.optimizer)).__name__
+    if kind in ("OnebitAdam", "ZeroOneAdam", "OnebitLamb"):  # to 0.18, ``runtime/fp16/onebit/``
         notes.append("1-bit optimizers: DeepSpeed saves only rank 0's compression errors; a load resets all of them")
     if getattr(engine._config.zero_config, "zero_quantized_nontrainable_weights", False):
         notes.append(

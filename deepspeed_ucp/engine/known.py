@@ -92,7 +92,8 @@ def _list_options(target: Target) -> Iterator[str]:
         "node-local files": engine.use_node_local_storage() and pipeline,  # one node writes files that others read
         **{option: True for extension in target.extensions for option in extension.list_unknown(target)},
         "a data sampler that has drawn": has_drawn(engine),  # DeepSpeed's load adds the saved clusters to its own
-        f"a {type(engine.checkpoint_engine).__name__}": type(engine.checkpoint_engine).__name__ != _READER,
+        # The only reader without torch's ``weights_only``, which refuses objects in ZeRO's files.
+        f"a {(reader := type(engine.checkpoint_engine).__name__)}": reader != "TorchCheckpointEngine",
     }
     yield from (option for option, is_on in options.items() if is_on)
     if not target.traits.has_copies:  # else masters are loaded, and weights made from them (`refresh_after_own_load`)
@@ -101,7 +102,3 @@ def _list_options(target: Target) -> Iterator[str]:
     for name, field in type(zero).model_fields.items():
         if name not in harmless and getattr(zero, name) != field.get_default(call_default_factory=True):
             yield f"zero_optimization.{name}"
-
-
-_READER = "TorchCheckpointEngine"
-"""The only reader without torch's ``weights_only``, which refuses objects in ZeRO's files."""

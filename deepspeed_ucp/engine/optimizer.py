@@ -13,9 +13,6 @@ import torch
 from ..model.topology import drop_labels
 from ..model.wrappers import MOMENTUM, USE_MUON
 
-_SIZES = (5, 3, 2)
-"""Sizes of the probe parameter's first dimensions; further ones have 2 elements."""
-
 _ALWAYS_KEPT = ("initial_lr", "step")
 """Hyper-parameters that are not added by the optimizer's constructor, but by lr schedulers or FusedAdam's step."""
 
@@ -52,7 +49,7 @@ def probe_optimizer(optimizer: Any, group: int, hyper: Mapping[str, Any], like: 
     if is_muon_group(optimizer, group):  # DeepSpeed makes the state outside of the optimizer's step
         return StateKinds({MOMENTUM: like.dtype}, {}, {})
     dims = max(like.dim(), 1)  # states of a 0-dim parameter would look like scalars
-    shape = (*_SIZES, *(2,) * dims)[:dims]
+    shape = (5, 3, *(2,) * dims)[:dims]
     live = optimizer.param_groups[group]
     # Another optimizer's hyper-parameters may have other types; then only the live ones are used.
     for fields in ({**live, **adopt_hyper(live, hyper)}, live):
@@ -69,14 +66,11 @@ def is_muon_group(optimizer: Any, group: int) -> bool:
     return "muon" in type(optimizer).__name__.lower() and bool(optimizer.param_groups[group].get(USE_MUON))
 
 
-_UNEVEN = (0.5, 1.0, 2.0, 40.0, 70.0, 90.0)
-"""Weights and gradients whose halves have other norms than the whole."""
-
-
 def depends_on_cut(optimizer: Any, group: int, like: torch.Tensor) -> bool:
     """Return True if a step on two halves differs from a step on the whole tensor."""
     live = optimizer.param_groups[group]
-    whole = torch.tensor(_UNEVEN, dtype=like.dtype, device=like.device)
+    # The halves have other norms than the whole.
+    whole = torch.tensor((0.5, 1.0, 2.0, 40.0, 70.0, 90.0), dtype=like.dtype, device=like.device)
     gradient = whole.flip(0)
     parts = [part.clone() for part in whole.chunk(2)]
     for param, grad in ((whole, gradient), *zip(parts, gradient.chunk(2), strict=True)):

@@ -48,8 +48,6 @@ _ON = ("bias_correction", "correct_bias")
 
 _SWITCHES = (*_ON, "amsgrad", "centered", "maximize", "nesterov")
 
-_CYCLED = ("betas", "momentum")
-
 
 def find_other_rule(optimizer: Any, live: Fields, saved: Fields, configured: Fields) -> str:
     """Describe the difference between a group's saved and live update rules, if any.
@@ -122,7 +120,7 @@ def list_edits(
         if "initial_lr" in live and not (takes_saved and with_scheduler):  # the scheduler sets the rates anyway
             rate = {}
         cycles = hasattr(scheduler, "get_mom") or bool(getattr(scheduler, "cycle_momentum", False))
-        cycled = _CYCLED if cycles or "max_momentum" in {*live, *saved} else ()
+        cycled = ("betas", "momentum") if cycles or "max_momentum" in {*live, *saved} else ()
         keys = [key for key in list_given(optimizer, live) if key in saved and key not in cycled]
         values = {**rate, **{key: (saved[key], live[key]) for key in keys}}
         edits.update(f"{key} {_show(old)} → {_show(new)}" for key, (old, new) in values.items() if _differ(old, new))

@@ -36,7 +36,8 @@ def main() -> None:
     from deepspeed_ucp import preemption
 
     deepspeed.init_distributed("gloo")
-    config = {"train_batch_size": 2, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 1}}
+    adam = {"type": "Adam", "params": {"torch_adam": True}}  # the fused one would be compiled
+    config = {"train_batch_size": 2, "optimizer": adam, "zero_optimization": {"stage": 1}}
     model = torch.nn.Linear(FEATURES, 1)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     preemption.follow(engine, FOLDER / "saves")
