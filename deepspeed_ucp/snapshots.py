@@ -30,8 +30,6 @@ logger = logging.getLogger("deepspeed_ucp")
 _FIRST = 3
 """Steps until the clock is first read."""
 
-_SECONDS = re.compile(r"(\d+(?:\.\d+)?)s")
-
 
 class Prepared(dict[str, Any]):
     """Client state of a snapshot, with the states that the engine carries."""
@@ -118,7 +116,7 @@ def _read_every(every: object) -> tuple[int | None, float]:
     """Parse ``every`` as steps, or as None and seconds."""
     if isinstance(every, int) and not isinstance(every, bool) and every > 0:
         return every, 0.0
-    if isinstance(every, str) and (match := _SECONDS.fullmatch(every)) and (seconds := float(match[1])):
+    if isinstance(every, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?)s", every)) and (seconds := float(match[1])):
         return None, seconds
     raise ConfigError(f'every={every!r}: give a number of steps (20) or seconds ("30s").')
 

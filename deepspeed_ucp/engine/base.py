@@ -26,7 +26,7 @@ from ..model.topology import Topology, drop_labels
 from ..model.view import EngineBuffer
 from ..model.wrappers import Wrapper, find_wrapper
 from ..plan.wants import find_states
-from .coverage import find_declared, name_device
+from .coverage import find_declared
 from .optimizer import find_other_kind, to_plain
 from .parallel import Instance, Share, find_place
 from .rule import find_doubt, find_other_rule, read_configured
@@ -187,6 +187,7 @@ class Target(ABC):
     def topology(self) -> Topology:
         engine = self.engine
         zero, declared = engine._config.zero_config, find_declared(engine)
+        devices = [getattr(section, "device", None) for section in (zero.offload_optimizer, zero.offload_param)]
         precision = declared
         if declared == "float32":  # as `find_saved_precision` finds it in this engine's saves
             first = next((name for flat in self.flats for name in flat.names), next(iter(self.params), None))
@@ -202,7 +203,7 @@ class Target(ABC):
             undeclared=precision != declared,
             master=self.flats[0].dtype if self.flats else "float32",
             elastic=self.traits.can_be_elastic and bool(getattr(self.wrapped, "elastic_checkpoint", False)),
-            offload=f"{name_device(zero.offload_optimizer)}/{name_device(zero.offload_param)}",
+            offload="/".join(str(getattr(device, "value", device) or "none") for device in devices),
             flats=tuple(self.layout),
         )
 

@@ -30,12 +30,6 @@ def check_engine(engine: Any) -> None:
             raise UnsupportedError(f"{message.format(listed)} {OWN_LOAD}")
 
 
-def name_device(section: Any) -> str:
-    """Return the device of an offload section of the ds_config, or ``none``."""
-    device = getattr(section, "device", None)
-    return str(getattr(device, "value", device) or "none")
-
-
 def _list_offloaded(engine: Any) -> list[str]:
     """List states that ``engine.offload_states`` moved; a load would not reach them."""
     return sorted(str(getattr(state, "value", state)) for state in getattr(engine.optimizer, "offloaded_states", ()))
