@@ -53,11 +53,6 @@ class Place:
         """Model-parallel rank in DeepSpeed's file names: ``pp_rank * tp + tp_rank``."""
         return self.pp_rank * self.tp + self.tp_rank
 
-    @property
-    def stage_rank(self) -> int:
-        """Rank among all ranks of the pipeline stage."""
-        return self.dp_rank * self.tp + self.tp_rank
-
 
 def find_place(engine: Any) -> Place:
     """Return the ranks and degrees of this rank of ``engine``.

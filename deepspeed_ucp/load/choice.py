@@ -345,7 +345,8 @@ def list_changes(index: AtomicIndex, target: Target, total_batch: int) -> list[s
 
 def _list_differences(index: AtomicIndex, target: Target) -> list[str]:
     saved = index.flats.get(target.place.mp_rank, ())
-    flats = tuple(flat for flat in saved if flat.ranks is None or target.place.stage_rank in flat.ranks)
+    rank = target.place.dp_rank * target.place.tp + target.place.tp_rank  # in the pipeline stage
+    flats = tuple(flat for flat in saved if flat.ranks is None or rank in flat.ranks)
     return find_differences(replace(index.topology, flats=flats), target.topology)
 
 
