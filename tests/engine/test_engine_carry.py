@@ -95,8 +95,7 @@ def test_a_resume_continues_samples_and_rng(stages: tuple[int, int], tmp_path: P
 def train_until_signaled(ds_config: dict[str, Any], folder: str, number: int, when: str = "step") -> tuple[int, Any]:
     """Train five steps; the last rank gets a signal in its second step, or in a ``save`` or ``load`` before.
 
-    Returns:
-        The number of completed steps, and the exit code or None.
+    Return the number of completed steps, and the exit code or None.
     """
     engine, code = make_engine(ds_config, "plain"), None
     preemption.follow(engine, folder, client_state=lambda: {"mine": 7})

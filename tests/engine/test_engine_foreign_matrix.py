@@ -162,11 +162,7 @@ def test_engines_restore_the_values_that_the_other_library_reads(
 
 
 def check(source: str, saved: Saved, outcome: Outcome, before: int) -> None:
-    """Check each rank after the load of one source.
-
-    Args:
-        before: steps of the engine before it loads only weights.
-    """
+    """Check each rank after the load of one source; `before`: steps of the engine before it loads only weights."""
     assert not outcome.errors, outcome.errors[0]
     target, ranks = outcome.kind, outcome.ranks
     found = {key: outcome.state[key] for key in check_states(outcome.state, saved.states, target)}

@@ -74,11 +74,7 @@ def save(folder: str, stage: int, layers: int) -> list[float]:
 
 
 def load(folder: str, stage: int, layers: int, options: dict[str, Any], *, pinned: bool = True) -> Any:
-    """Load into an engine with other weights.
-
-    Returns:
-        equal: all bits are restored; by: classes that copied; beyond: temporary bytes of GPU memory.
-    """
+    """Load into an engine. Return if all bits are restored, classes that copied, temporary bytes of GPU memory."""
     engine = make_large(stage, layers, seed=7, options={"mode": "direct", **options})
     found: list[str] = []
     choose = destinations.choose_device_copies

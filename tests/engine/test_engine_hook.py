@@ -94,15 +94,6 @@ def test_changed_batch_and_clipping_are_logged_in_an_unchanged_topology(engines:
     assert (level, text.partition("saved one: ")[2]) == ("WARNING", changes)
 
 
-@pytest.mark.parametrize("is_saved", [True, False])
-def test_the_plugin_loads_if_only_one_side_has_a_scheduler(is_saved: bool, engines: Engines) -> None:
-    """DeepSpeed's load would ignore a saved scheduler, and fail without one."""
-    saved = engines.saved(Case(1, 2), **{**SMALL, "scheduler": is_saved})
-    (outcome,) = engines.load(Case(1, 2), Load(str(saved.folder)), **{**SMALL, "scheduler": not is_saved})
-    assert not outcome.errors and all(local.direct for local in outcome.ranks)
-    assert outcome.list_messages("WARNING", f"only {'the checkpoint' if is_saved else 'this engine'} has lr_scheduler")
-
-
 @pytest.mark.parametrize(("saved", "live"), [(True, WarmupLR), (WarmupLR, True)], ids=["torch's", "DeepSpeed's"])
 def test_a_scheduler_of_another_kind_in_the_same_topology(saved: Any, live: Any, engines: Engines) -> None:
     """DeepSpeed's load would fail in the middle, or begin the schedule again."""

@@ -196,11 +196,7 @@ def test_a_load_into_an_evaluating_engine_updates_gathered_parameters(engines: E
 
 
 class Net(torch.nn.Module):
-    """A block and a norm are registered twice; a weight is shared by two modules.
-
-    Args:
-        unclear: two siblings may be the first name of the second layer.
-    """
+    """Two names of a block, a norm and a weight; ``unclear``: the first one may be of either of two siblings."""
 
     def __init__(self, *, unclear: bool) -> None:
         super().__init__()

@@ -159,11 +159,7 @@ def list_odd() -> list[Row]:
 
 
 def fast(stage: int, world: int, unit: str, precision: str = "fp32", **more: object) -> Stood:
-    """A save below stage 3 under names that DeepSpeed's load does not find.
-
-    Args:
-        unit: one rank of each writes a file; all ranks on this one `machine` write the same file at once.
-    """
+    """A save under names that DeepSpeed's load does not find; a rank of each unit or a whole machine writes a file."""
     writer = {"type": "fast", "data_parallel": unit, "io_buffer_size": 1 << 16, **more}
     return Stood(stage, world, precision, "fast", config={"checkpoint": {"writer": writer}})
 
