@@ -6,7 +6,6 @@ import argparse
 import ast
 import os
 import re
-from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -76,16 +75,12 @@ def test_the_help_has_examples_and_describes_all_options(name: str) -> None:
 @cache
 def list_texts() -> tuple[str, ...]:
     """Return all string literals of the package, f-strings without their values."""
-    return tuple(_find_texts())
-
-
-def _find_texts() -> Iterator[str]:
-    for path in sorted((DOCS.parent / "deepspeed_ucp").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.JoinedStr):
-                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield node.value
+    paths = sorted((DOCS.parent / "deepspeed_ucp").rglob("*.py"))
+    nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    joined = [node.values for node in nodes if isinstance(node, ast.JoinedStr)]
+    plain = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    texts = ["".join(part.value if isinstance(part, ast.Constant) else "…" for part in parts) for parts in joined]
+    return (*plain, *texts)
 
 
 def test_messages_name_existing_commands_and_options() -> None:

@@ -59,7 +59,6 @@ TOPOLOGIES = [
     Topology(3, 2, tp=2),
     PIPED,
 ]
-by_label = pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda t: t.label)
 
 
 def choose_model(topology: Topology) -> Model:
@@ -91,7 +90,7 @@ def verify_folder(path: Path, *also: Path, **options: Any) -> list[tuple[str, st
     return list_faults(verify_checkpoint(str(path), also=[*map(str, also)], **options))
 
 
-@by_label
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda t: t.label)
 def test_a_complete_checkpoint_passes_verify(tmp_path: Path, topology: Topology) -> None:
     path = write(tmp_path, topology)
     report = verify_checkpoint(str(path), groups=name_groups(choose_model(topology), topology))

@@ -26,8 +26,6 @@ from tests.synth.description import DTYPES
 from tests.synth.engines import describe
 
 TOPOLOGIES = (Topology(0), Topology(1, 2, "bf16"), Topology(3, 2, "bf16"))
-
-
 UNTIED = {**LORAS, "tokens, untied": {**LORAS["lora"], "trainable_token_indices": [1, 4]}}
 TIED: dict[str, dict[str, Any]] = {
     "embedding, ensured": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
