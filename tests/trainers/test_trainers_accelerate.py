@@ -16,7 +16,7 @@ from deepspeed.runtime.lr_schedules import WarmupDecayLR
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LambdaLR
 from trainers_common import choose_gloo, finish_writes, gather_weights, hold_writes, list_saves, listen, make_config
-from trainers_hf import Net, Samples
+from trainers_hf import Net, make_samples
 
 from deepspeed_ucp.data import ElasticSampler, ElasticStream, Order
 from deepspeed_ucp.errors import StorageError
@@ -136,7 +136,7 @@ def _prepare(
     net, count = Net(), Count()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     batch = micro * accelerator.num_processes if split else micro
-    loader = torch.utils.data.DataLoader(Samples(SIZE), batch_size=batch, shuffle=True)
+    loader = torch.utils.data.DataLoader(make_samples(SIZE), batch_size=batch, shuffle=True)
     made = make_scheduler(scheduler, optimizer, accelerator.num_processes)
     prepared = accelerator.prepare(net, optimizer, loader, made)
     accelerator.register_for_checkpointing(count)

@@ -113,15 +113,6 @@ def make_adapted() -> Any:
     return get_peft_model(make_llama(), config)
 
 
-class Letters(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        drawn = torch.randint(0, 64, (8,), generator=torch.Generator().manual_seed(number))
-        return {"input_ids": drawn, "labels": drawn}
-
-
 def train(
     how: str, folder: str, *, steps: int, save: int = 0, resume: str | None = None, lora: bool = False
 ) -> dict[int, float]:
@@ -151,7 +142,9 @@ def train(
             disable_tqdm=True,
             **({"deepspeed": config} if how == "deepspeed" else {"fsdp": True, "fsdp_config": fsdp}),
         )
-        trainer = Trainer(model=make_adapted() if lora else make_llama(), args=args, train_dataset=Letters())
+        drawn = [torch.randint(0, 64, (8,), generator=torch.Generator().manual_seed(number)) for number in range(64)]
+        data: Any = [{"input_ids": each, "labels": each} for each in drawn]
+        trainer = Trainer(model=make_adapted() if lora else make_llama(), args=args, train_dataset=data)
         trainer.train(resume_from_checkpoint=resume)
         losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
         if how == "deepspeed":

@@ -60,16 +60,9 @@ class Sums(Net):
         return made if items is None else {**made, "loss": made["loss"] * len(labels) / items.to(labels.device)}
 
 
-class Samples(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, number: int) -> dict[str, Any]:
-        drawn = torch.randn(FEATURES + 1, generator=torch.Generator().manual_seed(number))
-        return {"x": drawn[:FEATURES], "labels": drawn[FEATURES], "number": number}
+def make_samples(size: int) -> Any:
+    drawn = [torch.randn(FEATURES + 1, generator=torch.Generator().manual_seed(number)) for number in range(size)]
+    return [{"x": each[:FEATURES], "labels": each[FEATURES], "number": number} for number, each in enumerate(drawn)]
 
 
 @dataclass
@@ -189,7 +182,7 @@ def train(
         }
         args = TrainingArguments(output_dir=folder, deepspeed=ds_config, **chosen)
         notes = make_notes(net, record, folder, stop, held, signal_at)
-        data = {"train_dataset": Samples(size), "eval_dataset": Samples(8)}
+        data = {"train_dataset": make_samples(size), "eval_dataset": make_samples(8)}
         trainer = notes.trainer = Trainer(model=adapted or net, args=args, callbacks=[notes], **data)
         try:
             trainer.train(resume_from_checkpoint=resume)

@@ -66,14 +66,6 @@ class Trained(trainers_common.Trained):
     loaded: str = ""
 
 
-class Samples(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, number: int) -> tuple[torch.Tensor, int]:
-        return torch.randn(FEATURES, generator=torch.Generator().manual_seed(number)), number
-
-
 class Net(pl.LightningModule):
     def __init__(self, setting: Setting, record: Trained, save: tuple[int, str] | None) -> None:
         super().__init__()
@@ -93,8 +85,10 @@ class Net(pl.LightningModule):
 
     def train_dataloader(self) -> Any:
         sampler = self.sampler if self.setting.elastic else None
+        numbers = range(SAMPLES)
+        data = [(torch.randn(FEATURES, generator=torch.Generator().manual_seed(each)), each) for each in numbers]
         generator = torch.Generator()  # otherwise each start of a loader draws from the global generator
-        return torch.utils.data.DataLoader(Samples(), self.setting.micro, sampler=sampler, generator=generator)
+        return torch.utils.data.DataLoader(data, self.setting.micro, sampler=sampler, generator=generator)  # type: ignore[arg-type]
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
