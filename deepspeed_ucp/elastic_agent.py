@@ -21,28 +21,23 @@ _RANK_PID = "DEEPSPEED_UCP_RANK_PID"
 """Variable that a rank sets: its child processes inherit it and are not bound to their parent."""
 
 
-def end_with_agent(environment: MutableMapping[str, str] = os.environ) -> bool:
+def end_with_agent(environment: MutableMapping[str, str] = os.environ) -> None:
     """Let the kernel kill this process when its torchrun agent ends.
 
     Only ranks of torchrun (``TORCHELASTIC_RUN_ID``) are bound, not their child processes. With ``--start-method
     forkserver`` the parent is the fork server, which lives as long as a rank: a thread waits for the end of the agent.
     Linux sends the signal when the *thread* that started the rank ends. torchrun starts ranks from its main thread.
-
-    Returns:
-        True if the process is bound to its agent.
     """
     if "TORCHELASTIC_RUN_ID" not in environment or environment.get(_RANK_PID, str(os.getpid())) != str(os.getpid()):
-        return False
+        return
     environment[_RANK_PID] = str(os.getpid())
     process = sys.modules.get("multiprocessing.process")
     if process is not None and (agent := process.parent_process()) is not None:
         threading.Thread(target=_end_after, args=(agent,), name="agent's end", daemon=True).start()
     parent = os.getppid()
-    if not die_with_parent():
-        return False
-    if os.getppid() != parent or _is_orphan(parent):  # the agent ended before the kernel knew of the request
+    # The agent may have ended before the kernel knew of the request:
+    if die_with_parent() and (os.getppid() != parent or _is_orphan(parent)):
         os.kill(os.getpid(), signal.SIGKILL)
-    return True
 
 
 def die_with_parent() -> bool:

@@ -18,14 +18,7 @@ from tests.support.covering import is_exhaustive
 
 PLUGIN = "deepspeed_ucp.testing.pytest_plugin"
 EXHAUSTIVE = "exhaustive"
-"""Mark of the tests that only ``make test-all`` runs:
-
-* rows of a table beyond a selection in which the values of each factor occur;
-* jobs under real launchers that are signaled or restarted;
-* tests whose result depends on a clock.
-
-`tests.support.covering.stride` shortens sweeps, and the profile below reduces the number of drawn cases.
-"""
+"""Mark of the tests that only ``make test-all`` runs: further rows of tables, restarted jobs, tests with a clock."""
 APART = (
     "tests/examples/",
     "tests/trainers/",

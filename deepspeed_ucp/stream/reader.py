@@ -199,16 +199,13 @@ def verify_reads(read: Sequence[Checked], index: AtomicIndex, comm: Comm, *, thr
     return comm.run(lambda: _complete(received, index, threads))
 
 
-def verify_records(index: AtomicIndex, records: Iterable[int], comm: Comm) -> int:
+def verify_records(index: AtomicIndex, records: Iterable[int], comm: Comm) -> None:
     """Read whole records, each on one rank, and compare their checksums (collective).
-
-    Returns:
-        Number of bytes that this rank has read.
 
     Raises:
         CheckpointError: a record is damaged; equal on all ranks.
     """
-    return verify_reads([Checked(record, 0, 0, 0) for record in (records if comm.rank == 0 else ())], index, comm)
+    verify_reads([Checked(record, 0, 0, 0) for record in (records if comm.rank == 0 else ())], index, comm)
 
 
 def send_checks(checks: Sequence[Checked], index: AtomicIndex, comm: Comm) -> list[Checked]:

@@ -97,8 +97,10 @@ def test_gaps_and_overlaps_are_read_again(file: FileRef, spans: list[tuple[int, 
 
 
 def test_verification_of_whole_records_can_be_required(file: FileRef) -> None:
-    index = make_index([record_of(0, 10), record_of(10, 40), record_of(40, 50)], file)
-    assert verify_records(index, [0, 1], Comm()) == 40
+    index = make_index([record_of(0, 10), record_of(10, 40)._replace(crc=1), record_of(40, 50)], file)
+    verify_records(index, [0, 2], Comm())
+    with pytest.raises(CheckpointError, match="the 30 bytes at 10"):
+        verify_records(index, [0, 1], Comm())
 
 
 def test_records_without_a_checksum_and_unread_records_pass() -> None:
