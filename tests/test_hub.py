@@ -10,25 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPT2Model,
-    GraniteMoeConfig,
-    GraniteMoeForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaModel,
-    MixtralForCausalLM,
-    Qwen2MoeForCausalLM,
-    T5Config,
-    T5EncoderModel,
-    T5ForConditionalGeneration,
-)
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import MismatchError, UnsupportedError
@@ -46,20 +30,20 @@ from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 pytest.importorskip("transformers", minversion="5.0", reason="before 5.0 names in memory are those of the files")
 
-GPT2 = GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=8)
-BERT = BertConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
-LLAMA = LlamaConfig(**SIZES)
-GRANITE = GraniteMoeConfig(**SIZES, num_local_experts=3)
-T5 = T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+GPT2 = hf.GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=8)
+BERT = hf.BertConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
+LLAMA = hf.LlamaConfig(**SIZES)
+GRANITE = hf.GraniteMoeConfig(**SIZES, num_local_experts=3)
+T5 = hf.T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
 
 PAIRS = {
-    "the same": (LlamaForCausalLM, LlamaForCausalLM, LLAMA),
-    "base, tied head": (LlamaModel, LlamaForCausalLM, TIED),
-    "base of a head": (GPT2Model, GPT2LMHeadModel, GPT2),
-    "head's base": (LlamaForCausalLM, LlamaModel, LLAMA),
-    "experts, renamed": (MixtralForCausalLM, MixtralForCausalLM, MIXTRAL),
-    "experts, more than ten": (Qwen2MoeForCausalLM, Qwen2MoeForCausalLM, QWEN),
-    "experts, renamed whole": (GraniteMoeForCausalLM, GraniteMoeForCausalLM, GRANITE),
+    "the same": (hf.LlamaForCausalLM, hf.LlamaForCausalLM, LLAMA),
+    "base, tied head": (hf.LlamaModel, hf.LlamaForCausalLM, TIED),
+    "base of a head": (hf.GPT2Model, hf.GPT2LMHeadModel, GPT2),
+    "head's base": (hf.LlamaForCausalLM, hf.LlamaModel, LLAMA),
+    "experts, renamed": (hf.MixtralForCausalLM, hf.MixtralForCausalLM, MIXTRAL),
+    "experts, more than ten": (hf.Qwen2MoeForCausalLM, hf.Qwen2MoeForCausalLM, QWEN),
+    "experts, renamed whole": (hf.GraniteMoeForCausalLM, hf.GraniteMoeForCausalLM, GRANITE),
 }
 """Saved class, live class, and their configuration."""
 
@@ -106,18 +90,18 @@ def test_tensors_are_renamed_and_cut_like_by_transformers(tmp_path: Path, case: 
 )
 @pytest.mark.parametrize("old", [False, True], ids=["5", "4"])
 def test_a_differing_configuration_is_described(tmp_path: Path, old: bool, live: dict[str, Any], odd: str) -> None:
-    LlamaForCausalLM(LLAMA).save_pretrained(tmp_path)
+    hf.LlamaForCausalLM(LLAMA).save_pretrained(tmp_path)
     if old:  # the form of transformers 4
         config = {**LLAMA.to_dict(), "rope_theta": 10000.0}
         del config["rope_parameters"]
         (tmp_path / "config.json").write_text(json.dumps(config))
     index = open_checkpoint(str(tmp_path), Comm())
-    notes = describe_config(index, read_config(LlamaForCausalLM(LlamaConfig(**{**SIZES, **live}))))
+    notes = describe_config(index, read_config(hf.LlamaForCausalLM(hf.LlamaConfig(**{**SIZES, **live}))))
     assert [odd in note for note in notes] == [True] * bool(odd)
 
 
 def test_old_names_are_renamed_and_old_buffers_ignored(tmp_path: Path) -> None:
-    model = BertForMaskedLM(BERT)
+    model = hf.BertForMaskedLM(BERT)
     model.save_pretrained(tmp_path)
     held = load_file(tmp_path / "model.safetensors")
     old = {name.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta"): held[name] for name in held}
@@ -130,12 +114,12 @@ def test_old_names_are_renamed_and_old_buffers_ignored(tmp_path: Path) -> None:
 
 def test_optimizer_states_are_renamed_with_their_parameters(tmp_path: Path) -> None:
     """Transformers 5 resumes a run of transformers 4, whose modules have the names of the files."""
-    Qwen2MoeForCausalLM(QWEN).save_pretrained(tmp_path / "hf")
+    hf.Qwen2MoeForCausalLM(QWEN).save_pretrained(tmp_path / "hf")
     shapes = {name: tuple(held.shape) for name, held in load_file(tmp_path / "hf" / "model.safetensors").items()}
     described = Model(tuple(Param(name, shape) for name, shape in shapes.items()))
     state = random_state(described, 1)
     path = write_checkpoint(tmp_path, described, state, Topology(3, 2))
-    _, index = read(path, model := Qwen2MoeForCausalLM(QWEN))
+    _, index = read(path, model := hf.Qwen2MoeForCausalLM(QWEN))
     assert {param.name for param in index.atoms.storages} == set(model.state_dict())
     full, name = assemble_full_tensors(index), "model.layers.1.mlp.experts"
     with AtomReader(index) as reader:
@@ -148,7 +132,7 @@ def test_optimizer_states_are_renamed_with_their_parameters(tmp_path: Path) -> N
 
 def test_trained_tensors_of_a_run_are_neither_renamed_nor_dropped(tmp_path: Path) -> None:
     """Transformers would rename or ignore them."""
-    live = LlamaForCausalLM(LLAMA)
+    live = hf.LlamaForCausalLM(LLAMA)
     live._keys_to_ignore_on_load_unexpected = ["mtp", "inv_freq"]
     more = [Param("norm.weight", (16,)), Param("mtp.weight", (2,)), Param("inv_freq", (2,), frozen=True)]
     names = [Param(name, tuple(held.shape)) for name, held in live.state_dict().items()]
@@ -164,7 +148,7 @@ def test_transposing_conversions_are_refused(tmp_path: Path, monkeypatch: pytest
 
     odd = WeightConverter("self_attn.q.weight", "self_attn.q_proj.weight", [Transpose(0, 1)])
     monkeypatch.setitem(conversion_mapping._checkpoint_conversion_mapping_cache, "llama", [odd])
-    model = LlamaForCausalLM(LLAMA)
+    model = hf.LlamaForCausalLM(LLAMA)
     save_file({"model.layers.0.self_attn.q.weight": torch.ones(16, 16)}, tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedError, match=r"q.weight → .*q_proj.weight.*\(Transpose\).*from_pretrained before"):
         read(tmp_path, model)
@@ -177,7 +161,7 @@ def test_incomplete_experts_are_refused(tmp_path: Path) -> None:
     held = {f"model.layers.0.mlp.experts.{name}.weight": torch.ones(6, 16) for name in names}
     save_file(held, tmp_path / "model.safetensors")
     with pytest.raises(MismatchError, match=r"gate_up_proj is made of .*up_proj.weight: only .*0.gate_proj.weight"):
-        read(tmp_path, Qwen2MoeForCausalLM(QWEN))
+        read(tmp_path, hf.Qwen2MoeForCausalLM(QWEN))
 
 
 def test_names_of_models_of_other_libraries_are_kept(tmp_path: Path) -> None:
@@ -197,18 +181,18 @@ class Wrapping(torch.nn.Module):
 
 def test_names_of_a_wrapped_model_get_the_wrappers_prefix(tmp_path: Path) -> None:
     """With two models the mapping is ambiguous."""
-    Qwen2MoeForCausalLM(QWEN).save_pretrained(tmp_path)
-    live = Qwen2MoeForCausalLM(QWEN)
+    hf.Qwen2MoeForCausalLM(QWEN).save_pretrained(tmp_path)
+    live = hf.Qwen2MoeForCausalLM(QWEN)
     found = read_tensors(read(tmp_path, Wrapping(live))[1])
     assert found.keys() == {f"model.{name}" for name in live.state_dict()}
     check_same(
         {"it": found["model.model.layers.1.mlp.experts.down_proj"]},
-        {"it": Qwen2MoeForCausalLM.from_pretrained(tmp_path).model.layers[1].mlp.experts.down_proj},
+        {"it": hf.Qwen2MoeForCausalLM.from_pretrained(tmp_path).model.layers[1].mlp.experts.down_proj},
     )
     compiled = torch.nn.Module()
     compiled.add_module("_orig_mod", live)  # like torch.compile
     assert read_tensors(read(tmp_path, compiled)[1]).keys() == set(live.state_dict())
-    assert not read(tmp_path, Wrapping(live, LlamaForCausalLM(LLAMA)))[0].made
+    assert not read(tmp_path, Wrapping(live, hf.LlamaForCausalLM(LLAMA)))[0].made
     wrap().save_pretrained(tmp_path / "peft")
     held = read_tensors(read(tmp_path / "peft", Wrapping(around := wrap("other")))[1])
     assert held.keys() == {f"model.{name}" for name, param in around.named_parameters() if param.requires_grad}
@@ -219,23 +203,23 @@ def test_names_of_a_wrapped_model_get_the_wrappers_prefix(tmp_path: Path) -> Non
 
 def wrap(name: str = "default", **options: Any) -> Any:
     lora = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], **options)
-    return get_peft_model(LlamaForCausalLM(LLAMA), lora, adapter_name=name)
+    return get_peft_model(hf.LlamaForCausalLM(LLAMA), lora, adapter_name=name)
 
 
-@pytest.mark.parametrize("saved", [LlamaForCausalLM, LlamaModel], ids=["model", "base"])
+@pytest.mark.parametrize("saved", [hf.LlamaForCausalLM, hf.LlamaModel], ids=["model", "base"])
 def test_a_base_is_loaded_into_a_wrapped_model(tmp_path: Path, saved: Any) -> None:
     model = saved(LLAMA)
     model.save_pretrained(tmp_path)
     live = wrap()
     reading, index = read(tmp_path, live)
     found, held = read_tensors(index), dict(model.state_dict())
-    lacking = {name for name in live.state_dict() if saved is LlamaModel and "lm_head" in name}
+    lacking = {name for name in live.state_dict() if saved is hf.LlamaModel and "lm_head" in name}
     assert reading.declared_new | found.keys() | lacking == live.state_dict().keys()
     assert all("lora_" in name for name in reading.declared_new)
     key = "layers.1.self_attn.q_proj"
-    inside = key if saved is LlamaModel else f"model.{key}"
+    inside = key if saved is hf.LlamaModel else f"model.{key}"
     check_same({"it": found[f"base_model.model.model.{key}.base_layer.weight"]}, {"it": held[f"{inside}.weight"]})
-    if saved is LlamaForCausalLM:
+    if saved is hf.LlamaForCausalLM:
         for part in ("original_module", "modules_to_save.default"):
             check_same({"it": found[f"base_model.model.lm_head.{part}.weight"]}, {"it": held["lm_head.weight"]})
 
@@ -243,23 +227,23 @@ def test_a_base_is_loaded_into_a_wrapped_model(tmp_path: Path, saved: Any) -> No
 @pytest.mark.parametrize("saved", ["shared", "encoder.embed_tokens", "decoder.embed_tokens", "lm_head"])
 def test_a_tied_embedding_is_read_under_any_of_its_names(tmp_path: Path, saved: str) -> None:
     """The live model may be only an encoder, without the decoder's name, or a copy of it by PEFT."""
-    model = T5ForConditionalGeneration(T5)
+    model = hf.T5ForConditionalGeneration(T5)
     ties = {f"{name}.weight" for name in ("shared", "encoder.embed_tokens", "decoder.embed_tokens", "lm_head")}
     held = {key: value.clone() for key, value in model.state_dict().items() if key not in ties - {f"{saved}.weight"}}
     save_file(held, tmp_path / "model.safetensors")
     wanted = {"it": model.shared.weight.detach()}
-    found = read_tensors(read(tmp_path, T5EncoderModel(T5))[1])
+    found = read_tensors(read(tmp_path, hf.T5EncoderModel(T5))[1])
     (name,) = {"shared.weight", "encoder.embed_tokens.weight"} & found.keys()
     check_same({"it": found[name]}, wanted)
     adapted: Any = get_peft_model(
-        T5ForConditionalGeneration(T5), LoraConfig(target_modules=["q"], modules_to_save=["lm_head"])
+        hf.T5ForConditionalGeneration(T5), LoraConfig(target_modules=["q"], modules_to_save=["lm_head"])
     )
     found = read_tensors(read(tmp_path, adapted)[1])
     check_same({"it": found["base_model.model.lm_head.modules_to_save.default.weight"]}, wanted)
 
 
 def test_an_untied_head_supplies_no_embedding() -> None:
-    encoder = T5EncoderModel(copy.deepcopy(T5))
+    encoder = hf.T5EncoderModel(copy.deepcopy(T5))
     assert find_tied(encoder, ["shared.weight"], ["lm_head.weight"]) == {"shared.weight": "lm_head.weight"}
     encoder.config.tie_word_embeddings = False
     assert find_tied(encoder, ["shared.weight"], ["lm_head.weight"]) == {}
