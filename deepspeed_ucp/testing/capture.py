@@ -76,10 +76,11 @@ def capture(engine: Any) -> CapturedEngine:
         parameters[strip_compiled(name)] = state = CapturedParameter(value=values[name])
         if id(parameter) in homes:
             _fill(state, parameter, homes[id(parameter)])
+    buffers, persistent = engine.module.named_buffers(remove_duplicate=False), set(engine._get_buffer_names())
     scheduler = engine.lr_scheduler
     return CapturedEngine(
         parameters=parameters,
-        buffers=_copy_buffers(engine),
+        buffers={strip_compiled(name): _copy(buffer) for name, buffer in buffers if name in persistent},
         counters={key: getattr(engine, key) for key in ("global_steps", "global_samples", "skipped_steps")},
         scheduler=dict(scheduler.state_dict()) if hasattr(scheduler, "state_dict") else None,
         loss_scale=_read_loss_scale(engine),
@@ -198,15 +199,6 @@ def _is_scalar(value: Any, elementwise: list[str], key: str) -> bool:
     if key in elementwise or isinstance(value, bool):
         return False
     return isinstance(value, int | float) or (torch.is_tensor(value) and value.numel() == 1)
-
-
-def _copy_buffers(engine: Any) -> dict[str, Tensor]:
-    buffers = {}
-    for prefix, module in engine.module.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                buffers[strip_compiled(f"{prefix}.{name}" if prefix else name)] = _copy(buffer)
-    return buffers
 
 
 def _read_loss_scale(engine: Any) -> float | None:
