@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Generator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,6 @@ from deepspeed_ucp.testing.compare import compare
 
 CLIENT_STATE = {"deepspeed_ucp_testing": {"note": "comes back", "numbers": [1, 2, 3]}}
 _REFERENCE = "resume_reference.pt"
-
-
-@dataclass
-class Resumed:
-    """Report of one rank of the target."""
-
-    parameters: int
-    states: int
-    direct: bool | None
-    differences: list[str]
-    losses: list[float]
 
 
 def run_source(train_fn: Any, ds_config: dict[str, Any], steps: tuple[int, int], folder: str) -> list[float]:
@@ -44,8 +32,14 @@ def run_source(train_fn: Any, ds_config: dict[str, Any], steps: tuple[int, int],
     return losses
 
 
-def run_target(train_fn: Any, ds_config: dict[str, Any], steps: int, folder: str) -> Resumed:
-    """Load the folder, compare with the state of its source, continue training."""
+def run_target(
+    train_fn: Any, ds_config: dict[str, Any], steps: int, folder: str
+) -> tuple[dict[str, Any], list[str], list[float]]:
+    """Load the folder, compare with the state of its source, continue training.
+
+    Returns:
+        First fields of a ``ResumeReport``, differences, losses.
+    """
     training = train_fn(copy.deepcopy(ds_config))
     engine = next(training)
     path, client_state = engine.load_checkpoint(folder)
@@ -62,7 +56,7 @@ def run_target(train_fn: Any, ds_config: dict[str, Any], steps: int, folder: str
     losses = [] if differences else train(training, steps)
     training.close()
     engine.destroy()
-    return Resumed(len(state.parameters), count, direct, differences, losses)
+    return {"parameters": len(state.parameters), "states": count, "direct": direct}, differences, losses
 
 
 def train(training: Generator[Any, None, None], steps: int) -> list[float]:

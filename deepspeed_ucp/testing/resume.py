@@ -105,10 +105,10 @@ def assert_resume_equivalent(
         reference = _average(world.run(ranks.run_source, train_fn, dict(source.ds_config), steps, folder, **options))
         world = worlds.get(target.world_size)
         answers = world.run(ranks.run_target, train_fn, config, steps[1], folder, **options)
-    for rank, answer in enumerate(answers):
-        if answer.differences:
-            shown = "".join(f"\n  {difference}" for difference in answer.differences[:20])
-            more = f"\n  and {len(answer.differences) - 20} more" if len(answer.differences) > 20 else ""
+    for rank, (_, differences, _) in enumerate(answers):
+        if differences:
+            shown = "".join(f"\n  {difference}" for difference in differences[:20])
+            more = f"\n  and {len(differences) - 20} more" if len(differences) > 20 else ""
             raise AssertionError(
                 f"the state that was loaded differs from the saved one (rank {rank}; saved on {source.world_size} "
                 f"ranks, loaded on {target.world_size}):{shown}{more}"
@@ -116,15 +116,9 @@ def assert_resume_equivalent(
     if loss_tolerance is None:
         precisions = (find_precision(launch.ds_config) for launch in (source, target))
         loss_tolerance = max(LOSS_TOLERANCE[_SHORT[precision]] for precision in precisions)
-    resumed = _average([answer.losses for answer in answers])
-    return ResumeReport(
-        parameters=answers[0].parameters,
-        states=answers[0].states,
-        direct=answers[0].direct,
-        max_loss_gap=_compare_losses(reference, resumed, loss_tolerance),
-        reference_losses=reference,
-        resumed_losses=resumed,
-    )
+    resumed = _average([losses for *_, losses in answers])
+    gap = _compare_losses(reference, resumed, loss_tolerance)
+    return ResumeReport(**answers[0][0], max_loss_gap=gap, reference_losses=reference, resumed_losses=resumed)
 
 
 def _compare_losses(reference: Sequence[float], resumed: Sequence[float], tolerance: float) -> float:
