@@ -195,7 +195,6 @@ def suggest(name: str, valid: Iterable[str], cutoff: float = 0.6) -> str:
 
     Args:
         name: the name as written, in any case and with ``-`` or ``_``.
-        cutoff: minimal similarity from 0 to 1, see ``difflib``.
     """
     plain = {valid_name.lower().replace("-", "_"): valid_name for valid_name in valid}
     near = get_close_matches(name.lower().replace("-", "_"), plain, n=1, cutoff=cutoff)

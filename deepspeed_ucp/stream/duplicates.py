@@ -16,7 +16,7 @@ from itertools import product
 import numpy as np
 
 from ..comm import Comm
-from ..errors import CheckpointError, MismatchError, UcpError, raise_first, shorten
+from ..errors import CheckpointError, MismatchError, Objections, shorten
 from ..io.cast import cast
 from ..io.paths import choose_map
 from ..io.read import MemorySink
@@ -345,18 +345,15 @@ def compare_pairs(index: AtomicIndex, pairs: Sequence[Pair], judge: Judge, comm:
     if not index.access.is_partial or comm.size == 1:
         comm.run(lambda: _judge_here(index, pairs, judge))
         return
-    batches, first, failed = list(_divide(pairs)), 0, list[UcpError]()
+    batches, first, failed = list(_divide(pairs)), 0, Objections()
     for at in range(max(comm.gather(len(batches)))):
         batch = batches[at] if at < len(batches) else []
         values = _read_there(index, batch, comm)
-        try:
-            for number, (here, there) in enumerate(values, first):
+        with failed:
+            for number, (here, there) in enumerate(() if failed.errors else values, first):
                 judge(number, here, there)
-        except UcpError as error:
-            failed.append(error)
         first += len(batch)
-
-    comm.run(lambda: raise_first(failed))
+    comm.run(failed.settle)
 
 
 def cut_pair(first: Want, other: Want) -> Iterator[Pair]:

@@ -137,7 +137,6 @@ def find_job(
     """Describe the job that saved a trainer's folder (collective).
 
     Args:
-        tag: tag of the engine, if known.
         by_trial: the trainer had found its batch by trial (``auto_find_batch_size``).
 
     Raises:
