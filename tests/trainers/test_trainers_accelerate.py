@@ -83,7 +83,6 @@ def train(
     """Train in a usual loop of Accelerate, which continues at the restored step.
 
     Args:
-        split: `split_batches`.
         save: by micro batch (of all epochs, from 1 on) a folder.
     """
     record, losses = Trained(), list[float]()

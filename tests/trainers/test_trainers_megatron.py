@@ -60,7 +60,6 @@ def pretrain(
 
     Args:
         degrees: tensor-parallel ranks, pipeline stages, and whether there is a pipeline.
-        save: after which step.
         flag: `--universal-checkpoint`.
         section: `checkpoint` of the ds_config.
     """

@@ -121,7 +121,6 @@ def train(
     Args:
         how: ``deepspeed``, or FSDP2's kind of state dicts.
         save: step after which to save.
-        lora: train an adapter of PEFT's.
     """
     from transformers import Trainer, TrainingArguments
 
@@ -171,15 +170,11 @@ def load_llama(folders: list[str], stages: tuple[int, ...]) -> list[tuple[Captur
 
 
 def fit(how: str, folder: str, *, steps: int = 3, load: str | None = None) -> list[float]:
-    """Train under Lightning up to a step, and save.
+    """Train under Lightning up to a step, and save; return the losses.
 
     Args:
         how: ``1`` for FSDPStrategy, ``2`` for ModelParallelStrategy, or ``deepspeed``.
         folder: of the save; empty for none.
-        load: folder to resume from.
-
-    Returns:
-        The losses.
     """
     import lightning.pytorch as pl
     import trainers_lightning

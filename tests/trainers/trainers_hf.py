@@ -73,7 +73,6 @@ class Trained(trainers_common.Trained):
         epochs: step → epochs at its end.
         random: step → digest of the random states at its begin.
         sizes: per-device batch, accumulation, total batch of the engine.
-        best: the best checkpoint.
         judged: step → loss of the evaluation.
         folders: checkpoints at the begin of each step, and whether the engine's state is complete.
         code: exit code, if the run has exited early.
@@ -150,7 +149,6 @@ def train(
     """Run the Trainer, by default for three epochs.
 
     Args:
-        model: name of the class of the model.
         most: samples that fit into the memory of a rank.
         held: first and last step between which writes are held back; if the run ends in between, they are lost.
         signal_at: step in which this rank gets SIGTERM; it saves to ``folder/preempted``.

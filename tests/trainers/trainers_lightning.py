@@ -132,7 +132,6 @@ def train(
     Args:
         save: after which step to save and end, and where.
         default_on: options of the plugin.
-        options: of the Trainer.
     """
     record = Trained()
     torch.manual_seed(7)
@@ -225,10 +224,9 @@ def split_with_fabric() -> None:
 
 
 def rotate(setting: Setting, folder: str, options: dict[str, Any]) -> tuple[list[dict[str, bool]], str]:
-    """Train eight steps and keep one checkpoint; the writes of steps 4 and 6 are held back.
+    """Return the checkpoints at the begin of each step, of which one is kept, and an error.
 
-    Returns:
-        The checkpoints at the begin of each step, and an error.
+    The writes of steps 4 and 6 of 8 are held back.
     """
     saves, holding = list[dict[str, bool]](), hold_writes()
 
