@@ -19,8 +19,6 @@ _SHOWN = 160
 _HEAD_START = 0.5
 """Seconds that these ranks wait before they exit: the launcher then ends rank 0, which must have printed by then."""
 
-_LIBRARIES = ("site-packages", "dist-packages")
-
 
 def find_fault(error: UcpError) -> BaseException | None:
     """Return the unexpected exception behind an error, or None if there is none."""
@@ -71,6 +69,6 @@ def _keep_script_frames(trace: TracebackType | None) -> TracebackType | None:
     package = os.path.dirname(os.path.abspath(__file__))
     folders = (package, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
     is_inside = path.startswith(("<frozen", *(os.path.join(folder, "") for folder in folders)))
-    if is_inside or any(f"/{name}/" in path for name in _LIBRARIES):
+    if is_inside or any(f"/{name}/" in path for name in ("site-packages", "dist-packages")):
         return rest
     return TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)

@@ -9,7 +9,6 @@ import time
 from ..platforms import find_rank
 from . import Listener
 
-_VARIABLE = "RUNTIME_METRICS_PATH"
 _PAUSE = 1.0
 """Minimum seconds between two writes."""
 
@@ -33,5 +32,5 @@ class DLRover(Listener):
 
 def find() -> DLRover | None:
     """Return the listener on rank 0 if the agent has named a file in a made folder."""
-    path = os.environ.get(_VARIABLE)
+    path = os.environ.get("RUNTIME_METRICS_PATH")
     return DLRover(path) if path and find_rank() <= 0 and os.path.isdir(os.path.dirname(path) or ".") else None

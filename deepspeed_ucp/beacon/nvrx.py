@@ -17,7 +17,6 @@ from . import Listener, mute
 
 logger = logging.getLogger("deepspeed_ucp")
 
-_VARIABLE = "FT_RANK_MONITOR_IPC_SOCKET"
 _TIMEOUT = 30.0
 """Timeout of the connection in seconds."""
 
@@ -73,7 +72,7 @@ def find() -> NVRx | None:
 
     The monitor accepts one client at a time. If the script connects later, this listener is muted.
     """
-    path = os.environ.get(_VARIABLE)
+    path = os.environ.get("FT_RANK_MONITOR_IPC_SOCKET")
     if not path or _is_connected(path):
         return None
     try:

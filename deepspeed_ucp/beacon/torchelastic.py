@@ -15,8 +15,6 @@ import time
 
 from . import Listener
 
-_VARIABLE = "TORCHELASTIC_TIMER_FILE"
-
 _SCOPE = "deepspeed_ucp"
 
 _RENEWALS = 20
@@ -97,5 +95,5 @@ class FileTimer(Listener):
 
 def find() -> FileTimer | None:
     """Return the timer if the agent has a timer server."""
-    path = os.environ.get(_VARIABLE)
+    path = os.environ.get("TORCHELASTIC_TIMER_FILE")
     return FileTimer(path) if path else None
