@@ -246,13 +246,9 @@ def test_adapting_chooses_the_largest_allowed_micro_batch(train: int, micro: int
     assert not better
 
 
-def test_a_valid_batch_is_accepted_or_completed() -> None:
+def test_an_invalid_batch_is_refused_with_alternatives_or_completed() -> None:
     assert choose_batch(None, 4, 2, 3) is None
-    assert choose_batch(64, 4, None, 2, preserve=True) is None
     assert choose_batch(64, 4, 4, 2, preserve=True) == (4, 8)
-
-
-def test_an_invalid_batch_is_refused_with_alternatives() -> None:
     with pytest.raises(ConfigError) as error:
         choose_batch(64, 4, None, 3, preserve=True)
     text = str(error.value)

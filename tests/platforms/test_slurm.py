@@ -49,19 +49,6 @@ def test_failed_jobs_are_restarted_and_cancelled_ones_are_not(cluster: Cluster, 
     assert (job["JobState"], job["Restarts"]) == ("CANCELLED", "0")
 
 
-@pytest.mark.exhaustive  # Slurm checks every half minute
-def test_slurm_signals_a_job_before_its_time_limit(cluster: Cluster, tmp_path: Path) -> None:
-    """Slurm may send the signal up to 60 s early, which is immediately in a job of one minute."""
-    trap = f'echo "signalled at ${{SLURM_RESTART_COUNT:-0}}" >> {tmp_path}/signals; exit 143'
-    rank = write_stand_in(
-        tmp_path, f"[ \"$SLURM_RESTART_COUNT\" ] && exit 0; trap '{trap}' TERM; while :; do sleep 0.1; done"
-    )
-    job = cluster.submit(tmp_path / "out", "x", options=("--time=1", "--signal=B:USR1@50"), PYTHON=rank)
-    ended = cluster.wait_for_end(job, cluster.tell)
-    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), (tmp_path / "out").read_text()
-    assert set((tmp_path / "signals").read_text().splitlines()) == {"signalled at 0"}
-
-
 FOLLOWING = """
 import pathlib, sys, time
 from types import SimpleNamespace
