@@ -262,15 +262,10 @@ LATER, HALF = {"last_epoch": 20, "_last_lr": [0.1]}, {"last_epoch": 10, "_step_c
     [
         ("changes later", LATER, False, 2, HALF, "both"),
         ("constant", LATER, False, 2, HALF, ""),
-        *(
-            (kind, {}, False, ranks, {"_ucp_rate": 4} if ranks == 2 else {}, words if ranks == 2 else "")
-            for kind, words in (
-                ("multiplicative", "has functions of this script"),
-                ("function inside", "has functions of this script"),
-                ("without functions", ""),
-            )
-            for ranks in (4, 2)
-        ),
+        ("multiplicative", {}, False, 4, {}, ""),
+        ("multiplicative", {}, False, 2, {"_ucp_rate": 4}, "has functions of this script"),
+        ("function inside", {}, False, 2, {"_ucp_rate": 4}, "has functions of this script"),
+        ("without functions", {}, False, 2, {"_ucp_rate": 4}, ""),
         ("without functions", {"_ucp_rate": 4}, True, 4, {"_ucp_rate": 4}, ""),
         ("without functions", {"_ucp_rate": 1}, False, 4, {"_ucp_rate": 1}, ""),
         ("without functions", {"_ucp_rate": 1}, True, 4, {}, ""),
