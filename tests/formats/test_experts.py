@@ -220,6 +220,7 @@ def test_a_placement_that_does_not_fit_the_files_is_refused(counts: tuple[int, .
 # -- a layer of experts with a second name --------------------------------------------------------------------------
 
 LAYERS = {layer: f"{layer}.deepspeed_moe.experts.deepspeed_experts." for layer in ("a", "b", "again")}
+EQUAL = {"a": (1, 9), "b": (1, 9), "again": (1, 9)}
 
 
 def find_ties(
@@ -254,17 +255,25 @@ def name_ties(layer: str) -> dict[str, str]:
 def test_equal_biases_do_not_make_a_tie() -> None:
     """Two layers have biases of zero. The second name is tied to the layer with which all its tensors are equal."""
     assert find_ties({"a": (1, 9), "b": (2, 9), "again": (2, 9)}) == name_ties("b")
+    assert find_ties(EQUAL, shared=name_ties("b")) == {}  # the tie is recorded
 
 
-def test_a_layer_with_only_some_equal_tensors_is_no_tie() -> None:
-    with pytest.raises(UnsupportedError, match="no layer of experts has the same bytes"):
-        find_ties({"a": (1, 9), "b": (2, 8), "again": (2, 9)})
+@pytest.mark.parametrize(
+    ("crcs", "optimized", "text"),
+    [
+        ({"a": (1, 9), "b": (2, 8), "again": (2, 9)}, (), "no layer of experts has the same bytes"),
+        ({"a": (1, 9), "b": (2, 9), "again": (2, 9)}, (f"{LAYERS['again']}0.b",), "the optimizer has it under this"),
+        (EQUAL, (), r"the experts of a\..*, b\..* have the same bytes"),
+    ],
+    ids=["some tensors equal", "trained", "ambiguous"],
+)
+def test_layers_that_may_have_no_second_name_are_refused(crcs: Any, optimized: tuple[str, ...], text: str) -> None:
+    with pytest.raises(UnsupportedError, match=text):
+        find_ties(crcs, optimized=optimized)
 
 
-def test_a_trained_parameter_is_no_tie() -> None:
+def test_a_trained_router_is_no_tie() -> None:
     """Two parameters of the optimizer are not tied, even if their values are equal."""
-    with pytest.raises(UnsupportedError, match="but the optimizer has it under this name"):
-        find_ties({"a": (1, 9), "b": (2, 9), "again": (2, 9)}, optimized=(f"{LAYERS['again']}0.b",))
     piece = Piece(Record(0, 24, 1), 0, (2, 3), "float32")
     module = {"m.router.gate.weight": piece, "m.gate.gate.weight": piece}
     for names in (["m.router.gate.weight"], [*module]):
@@ -273,13 +282,6 @@ def test_a_trained_parameter_is_no_tie() -> None:
         save: Any = SimpleNamespace(model=lambda _, model=model: model, path=str)
         ties = SavedExperts().find_ties(save, SimpleNamespace(model=None), module)  # type: ignore[arg-type]
         assert ties == ({"m.gate.gate.weight": "m.router.gate.weight"} if len(names) == 1 else {})
-
-
-def test_layers_with_equal_values_are_ambiguous_unless_the_tie_is_recorded() -> None:
-    crcs = {"a": (1, 9), "b": (1, 9), "again": (1, 9)}
-    with pytest.raises(UnsupportedError, match=r"the experts of a\..*, b\..* have the same bytes"):
-        find_ties(crcs)
-    assert find_ties(crcs, shared=name_ties("b")) == {}
 
 
 # -- compact headers of files that differ only in offsets -------------------------------------------------------------

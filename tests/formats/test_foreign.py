@@ -24,9 +24,6 @@ from deepspeed_ucp.cli import main
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, UcpError, UnsupportedError
 from deepspeed_ucp.examine.verify import verify_checkpoint
-from deepspeed_ucp.export.dcp import export_dcp
-from deepspeed_ucp.export.statedict import LAYOUTS
-from deepspeed_ucp.export.tensors import ExportOptions
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.headers import Piece
 from deepspeed_ucp.formats.foreign import contents
@@ -37,12 +34,11 @@ from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.records import Record
 from deepspeed_ucp.model.storage import MASTER, MODULE, AtomKey, ParamKey
 from deepspeed_ucp.plan.locate import Want
-from deepspeed_ucp.stream.full_tensors import assemble_full_tensors
 from deepspeed_ucp.stream.reader import AtomReader
 from tests.formats.saves import check_refused, open_alone, read_whole
 from tests.properties.samples import PLAIN
-from tests.support import fsdp_run, wholes
-from tests.support.exports import TOPOLOGIES, check_same, open_model, read_all
+from tests.support import fsdp_run
+from tests.support.exports import check_same, read_all
 from tests.support.foreign import make_tree, write_dcp
 from tests.support.memory import clear_memory, put_folder
 from tests.synth import random_state
@@ -113,12 +109,6 @@ def test_checkpoints_of_megatron_core_are_refused(tmp_path: Path, kept: Sequence
     for name in kept:
         (tmp_path / name).write_text("{}")
     check_refused(tmp_path, "Convert it with Megatron-Bridge to Hugging Face's format", UnsupportedError)
-
-
-def test_a_model_without_its_optimizer_opens(tmp_path: Path, trained: Any) -> None:
-    index = open_alone(save_dcp(tmp_path / "it", trained, outer=lambda weights, _: {"model": weights}))
-    assert {key.state for key in index.atoms} == {MODULE}
-    assert index.is_weights_alone
 
 
 def test_states_without_a_weight_are_a_warning(tmp_path: Path, trained: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -461,26 +451,6 @@ def test_an_index_in_a_store_equals_that_of_a_folder(saved: Path) -> None:
     assert (there.scalars, there.groups) == (here.scalars, here.groups)
 
 
-# -- exports ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layout", sorted(LAYOUTS))
-def test_an_export_opens_with_the_values_of_its_source(tmp_path: Path, layout: str) -> None:
-    index = open_model(tmp_path, TOPOLOGIES[0])
-    export_dcp(index, str(tmp_path / "out"), options=ExportOptions(), layout=layout)
-    back = open_alone(tmp_path / "out")
-    assert back.scalars == index.scalars
-    ours, theirs = assemble_full_tensors(index), assemble_full_tensors(back)
-    trained = {key for key in ours.tensors if key.state not in (MODULE,)}
-    assert trained <= theirs.tensors.keys()
-    with AtomReader(index) as one, AtomReader(back) as other:
-        for key in trained:
-            read = wholes.read_whole
-            check_same({"it": read(other, theirs.tensors[key])}, {"it": read(one, ours.tensors[key])})
-    lrs = {name: group.hyper["lr"] for group in index.groups for name in group.names}
-    assert {name: group.hyper["lr"] for group in back.groups for name in group.names} == lrs
-
-
 # -- commands ---------------------------------------------------------------------------------------------------------
 
 
@@ -534,7 +504,8 @@ def test_weights_of_a_base_model_keep_their_names(tmp_path: Path) -> None:
     weights = {"a.lora_A.weight": torch.zeros(2), "a.weight": torch.zeros(2)}
     dcp.save({"model": weights}, checkpoint_id=tmp_path, no_dist=True)
     index = open_alone(tmp_path)
-    assert {key.name for key in index.atoms} == {*weights} and not index.dropped
+    assert {(key.name, key.state) for key in index.atoms} == {(name, MODULE) for name in weights}
+    assert index.is_weights_alone and not index.dropped
 
 
 # -- folders of weights ------------------------------------------------------------------------------------------------
@@ -671,18 +642,6 @@ def test_numbered_files_without_an_index_are_one_model(tmp_path: Path, kind: str
     check_refused(tmp_path, f"{last.name} missing")
 
 
-def test_equal_tensors_of_different_files_are_not_tied(tmp_path: Path) -> None:
-    """The index takes `embed` from another file, so `head`, equal to this file's copy, is not a tie."""
-    old, new = torch.zeros(2), torch.ones(2)
-    torch.save({"embed": new}, tmp_path / "pytorch_model-1.bin")
-    torch.save({"embed": old, "head": old}, tmp_path / "pytorch_model-2.bin")
-    files = {"embed": "pytorch_model-1.bin", "head": "pytorch_model-2.bin"}
-    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": files}))
-    index = open_alone(tmp_path)
-    read = {name: read_whole(index, index.atoms[name, MODULE, 0]) for name in ("embed", "head")}
-    check_same(read, {"embed": new, "head": old})
-
-
 def write_content(path: Path, content: Any) -> None:
     if isinstance(content, bytes):
         path.write_bytes(content)
@@ -738,21 +697,48 @@ def test_contradictory_files_are_refused(
     check_refused(tmp_path, text, kind)
 
 
-def test_contents_next_to_a_state_dict_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    tree = {"model": {**ONE, "b": object}, "optimizer_state_dict": {"state": {}}, "module": OTHER, "epoch": 3}
-    torch.save(tree, tmp_path / "model.pt")
-    assert [key.name for key in open_alone(tmp_path).atoms] == ["a"]
-    text = "not in the model's state dict: 'b', 'optimizer_state_dict', 'module', 'epoch'."
-    assert [text in line for line in caplog.messages] == [True]
+SIX = torch.arange(6.0)
+EXTRA = {**ONE, "a._extra_state": torch.zeros(3, dtype=torch.uint8)}  # by Transformer Engine
+TREE = {"model": {**ONE, "b": object}, "optimizer_state_dict": {"state": {}}, "module": OTHER, "epoch": 3}
+STORED = {"embed": SIX, "bias": torch.zeros(0), "": torch.ones(2)}
+PARTS = {"a": SIX[:2], "b": SIX[2:].view(2, 2)}
+LISTED = {"embed": "pytorch_model-1.bin", "head": "pytorch_model-2.bin"}
+QUERY, VALUE = (f"base_model.model.{name}.lora_A" for name in "qv")
+Q, V = (f"{name}.default.weight" for name in (QUERY, VALUE))
+OPENED: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, str], str]] = {
+    # files; the index's tensors and ties; words of a warning
+    "more than a state dict": ({"model.pt": TREE}, ONE, {},
+        "not in the model's state dict: 'b', 'optimizer_state_dict', 'module', 'epoch'."),
+    **{f"extra state in {name}": ({name: EXTRA}, ONE, {},
+        "not loaded by the engine, since it is an extra state of a module: a._extra_state.")
+       for name in ("model.safetensors", "pytorch_model.bin")},
+    "states by number": ({"model.safetensors": ONE, "optimizer.pt": b""}, ONE, {}, "by number, .*: optimizer.pt"),
+    "scheduler": ({"model.safetensors": ONE, "scheduler.pt": b""}, ONE, {}, "neither model nor .*: scheduler.pt"),
+    # `head` equals the copy of `embed` in its file, but the index takes `embed` from another one
+    "no tie over files": ({"pytorch_model-1.bin": {"embed": OTHER["b"]},
+                           "pytorch_model-2.bin": dict.fromkeys(LISTED, ONE["a"]),
+                           "pytorch_model.bin.index.json": {"weight_map": LISTED}},
+        {"embed": OTHER["b"], "head": ONE["a"]}, {}, ""),
+    "one storage": ({"pytorch_model.bin": {**STORED, "head": SIX}}, STORED, {"head": "embed"}, ""),
+    "offsets in a storage": ({"pytorch_model.bin": PARTS}, PARTS, {}, ""),
+    "old adapter": ({"adapter_model.bin": {f"{QUERY}.weight": SIX}, "adapter_config.json": {}}, {Q: SIX}, {}, ""),
+    # an embedding and a tied head in modules_to_save, which PEFT writes without safetensors
+    "tied adapter": ({"adapter_model.bin": dict.fromkeys((f"{QUERY}.weight", f"{VALUE}.weight"), SIX)},
+        {Q: SIX}, {V: Q}, ""),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_extra_states_are_ignored_with_a_warning(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Extra states of Transformer Engine are tensors."""
-    saved = {"a": torch.ones(2), "a._extra_state": torch.zeros(3, dtype=torch.uint8)}
-    (save_file if name.endswith(".safetensors") else torch.save)(saved, tmp_path / name)
-    assert [key.name for key in open_alone(tmp_path).atoms] == ["a"]
-    assert "not loaded by the engine, since it is an extra state of a module: a._extra_state." in caplog.text
+@pytest.mark.parametrize("case", OPENED)
+def test_files_of_weights_open_with_their_tensors_and_ties(
+    tmp_path: Path, case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    files, tensors, ties, words = OPENED[case]
+    for name, content in files.items():
+        write_content(tmp_path / name, content)
+    index = open_alone(tmp_path)
+    check_same({key.name: read_whole(index, atom) for key, atom in index.atoms.items()}, tensors)
+    assert index.aliases == ties
+    assert [bool(re.search(words, line)) for line in caplog.messages] == [True] * bool(words)
 
 
 def test_unusable_contents_of_an_optimizer_file_do_not_prevent_a_load_of_weights(
@@ -769,25 +755,6 @@ def test_unusable_contents_of_an_optimizer_file_do_not_prevent_a_load_of_weights
         assert "optimizer.bin: not loaded by the engine, since it is neither states nor param groups: 'extra'." in (
             caplog.text
         )
-
-
-def test_entries_of_a_state_dict_with_one_storage_are_ties(tmp_path: Path) -> None:
-    """A tensor may have an empty name."""
-    weight = torch.randn(3, 2)
-    saved = {"embed": weight, "head": weight, "bias": torch.zeros(0), "": torch.ones(2)}
-    torch.save(saved, tmp_path / "pytorch_model.bin")
-    index = open_alone(tmp_path)
-    assert index.aliases == {"head": "embed"}
-    read = {name: read_whole(index, index.atoms[name, MODULE, 0]) for name in ("embed", "")}
-    check_same(read, {name: saved[name] for name in read})
-
-
-def test_tensors_at_different_offsets_of_one_storage_are_read(tmp_path: Path) -> None:
-    storage = torch.arange(6.0)
-    saved = {"a": storage[:2], "b": storage[2:].view(2, 2)}
-    torch.save(saved, tmp_path / "pytorch_model.bin")
-    index = open_alone(tmp_path)
-    check_same({name: read_whole(index, index.atoms[name, MODULE, 0]) for name in saved}, saved)
 
 
 # -- folders of Hugging Face's libraries ------------------------------------------------------------------------------
@@ -860,29 +827,3 @@ def test_quantized_weights_are_refused(tmp_path: Path, config: object, name: str
     if config:
         (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
     check_refused(tmp_path, rf"quantized \({text}\).*dequantize", UnsupportedError)
-
-
-def test_an_adapter_of_an_old_peft_release_opens(tmp_path: Path) -> None:
-    torch.save({"base_model.model.q.lora_A.weight": torch.ones(2, 3)}, tmp_path / "adapter_model.bin")
-    (tmp_path / "adapter_config.json").write_text("{}")
-    assert [key.name for key in open_alone(tmp_path).atoms] == ["base_model.model.q.lora_A.default.weight"]
-
-
-def test_tied_modules_to_save_of_an_adapter_are_ties(tmp_path: Path) -> None:
-    """An embedding and a tied head are both in modules_to_save; PEFT writes them without safetensors."""
-    weight = torch.ones(2, 3)
-    saved = {f"base_model.model.{name}.lora_A.weight": weight for name in ("q", "v")}
-    torch.save(saved, tmp_path / "adapter_model.bin")
-    index = open_alone(tmp_path)
-    first, other = (f"base_model.model.{name}.lora_A.default.weight" for name in ("q", "v"))
-    assert ([key.name for key in index.atoms], index.aliases) == ([first], {other: first})
-
-
-def test_states_by_number_are_ignored_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The Trainer saves such states without FSDP."""
-    write_files(tmp_path, "model.safetensors")
-    for name in ("optimizer.pt", "scheduler.pt"):
-        (tmp_path / name).write_bytes(b"")
-    open_alone(tmp_path)
-    assert [line for line in caplog.messages if "optimizer.pt" in line and "states by number" in line]
-    assert [line for line in caplog.messages if "scheduler.pt" in line and "neither" in line]

@@ -61,18 +61,9 @@ def test_the_index_has_counters_scaler_and_clipping(tmp_path: Path) -> None:
     run = Run(global_steps=12, global_samples=345, skipped_steps=2, clip_grad=0.5)
     path = write_checkpoint(tmp_path, SMALL, random_state(SMALL, 0, precision="fp16"), Topology(2, 3, "fp16"), run=run)
     index = open_alone(path)
-    assert index.counters == {
-        "global_steps": 12,
-        "global_samples": 345,
-        "skipped_steps": 2,
-        "dp_world_size": 3,
-        "mp_world_size": 1,
-    }
-    assert (index.scaler["cur_scale"], index.scaler["dynamic"], index.scaler["cur_iter"]) == (
-        2**16,
-        True,
-        12,
-    )
+    steps = {"global_steps": 12, "global_samples": 345, "skipped_steps": 2}
+    assert index.counters == {**steps, "dp_world_size": 3, "mp_world_size": 1}
+    assert [index.scaler[key] for key in ("cur_scale", "dynamic", "cur_iter")] == [2**16, True, 12]
     assert index.clip_grad == 0.5
     assert index.state_file == str(path / "mp_rank_00_model_states.pt")
 

@@ -13,43 +13,34 @@ from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.storage import COPY, MASTER, MODULE, AtomKey, ParamKey
 from tests.formats.saves import PIPE, PLAIN, POSITION, WORD, make_files, open_files, read_atom
-from tests.support.contents import check_content
 from tests.support.reshard import LIVE_LR
-from tests.support.reshard3d import draw_state, expect, load_all, make_config, make_pipeline, make_plain
+from tests.support.reshard3d import PIPELINE, PIPELINES, PLAINS, draw_state, expect, load_wanted, make_config
+from tests.support.reshard3d import PLAIN as BODY
 from tests.synth import Layer, Model, Param, Run, Topology, bidirectional, interleaved, partition_layout
 
 TWICE = Model(PIPE.params, PIPE.buffers, (*PIPE.layers[:-1], Layer("embed")))
 
 
-PLAIN_TOPOLOGIES = [
-    Topology(0, 2, tp=2),
-    Topology(0, 1, "fp16", "fused", tp=4),
-    Topology(0, 1, "bf16", "unfused", tp=2),
-    Topology(0, 2, "bf16", "bf16", tp=2),
-    *(
-        Topology(stage, dp, precision, tp=tp)
-        for stage in (1, 2, 3)
-        for dp, precision, tp in ((3, "bf16", 2), (1, "fp32", 4))
-    ),
-    Topology(1, 2, "bf16", "bf16", tp=3),
-    Topology(1, 3, "fp16", tp=2, round_robin=True, parameter_alignment=True),
-    Topology(2, 3, "fp32", tp=2, elastic=True),
-    Topology(3, 5, "bf16", tp=2, sub_group_size=7),
+TWO_FILES = replace(PIPELINE, layers=(*PIPELINE.layers[:-1], Layer("embed")))
+OLDER = [
+    *((BODY, topology) for topology in PLAINS),
+    (BODY, Topology(2, 3, "fp32", tp=2, elastic=True)),
+    *((TWO_FILES, topology) for topology in PIPELINES),
+    (TWO_FILES, Topology(0, 1, "fp16", "fused", tp=2, pp=3)),
+    (TWO_FILES, Topology(0, 2, "fp16", "unfused", tp=3, pp=2)),
+    (TWO_FILES, Topology(1, 3, "fp16", pp=4, placement=((0, 1), (2,), (3,), (4,)))),
 ]
 
 
-def check_load(folder: Path, model: Model, topology: Topology, *, older: bool) -> None:
-    """Check every element after a load without tensor and pipeline parallelism, and the index's flat buffers.
-
-    Older releases only store the product of the degrees.
-    """
+@pytest.mark.parametrize(("model", "topology"), OLDER, ids=lambda each: getattr(each, "label", ""))
+def test_saves_of_older_releases_load(tmp_path: Path, model: Model, topology: Topology) -> None:
+    """They only store the product of the degrees. ``tests/load/test_reshard_3d.py`` loads newer ones."""
     source = draw_state(model, topology)
-    source.write(folder, Run(garbage=float("nan"), parallel_dimensions=not older))
+    source.write(tmp_path, Run(garbage=float("nan"), parallel_dimensions=False))
     wanted = expect(source, Topology(1, 2))
     if topology.keeps_lean_states:  # these have no hyper-parameters
         wanted = replace(wanted, state=replace(wanted.state, groups=({"lr": LIVE_LR},) * len(model.groups)))
-    index, ranks = load_all(folder, wanted.make_targets(), make_config(model))
-    check_content(ranks, wanted.state, wanted.locals)
+    index, _ = load_wanted(tmp_path, wanted, make_config(model))
     assert (index.topology.tp, index.topology.pp) == (topology.tp, topology.pp)
     assert index.buffers == set(model.buffers)
     for rank, local in source.locals.items() if topology.kind != "raw" else ():
@@ -58,45 +49,8 @@ def check_load(folder: Path, model: Model, topology: Topology, *, older: bool) -
         assert [(flat.group, flat.names, flat.partition) for flat in index.flats[rank]] == held
 
 
-@pytest.mark.parametrize("topology", PLAIN_TOPOLOGIES, ids=lambda t: t.label)
-@pytest.mark.parametrize("older", [False, True], ids=["", "older"])
-def test_tensor_parallel_saves_without_pipeline_load(tmp_path: Path, topology: Topology, *, older: bool) -> None:
-    kinds = ["columns_uneven", "rows_uneven", "norm", "bias", "few", "gate_up", "column"]
-    check_load(tmp_path, make_plain(kinds, frozen=["bias"]), topology, older=older)
-
-
 def test_ties_of_tensor_parallel_ranks_are_read(tmp_path: Path) -> None:
     assert open_files(tmp_path, make_files(PLAIN, Topology(1, 2, tp=2))).resolve("head") == "a.col"
-
-
-PIPE_TOPOLOGIES = [
-    Topology(1, 2, "bf16", tp=2, pp=2),
-    Topology(1, 1, "fp32", tp=1, pp=1),
-    Topology(1, 2, "fp32", tp=2, pp=1),
-    Topology(1, 2, "fp32", tp=1, pp=1, model_axis=True),
-    Topology(1, 3, "fp16", pp=4, placement=((0, 1), (2, 3), (4,), (5, 6))),
-    Topology(1, 2, "bf16", "bf16", tp=2, pp=3),
-    Topology(0, 2, "bf16", "bf16", tp=2, pp=3),
-    Topology(1, 1, "fp32", tp=2, pp=7),
-    Topology(1, 2, pp=9),
-    Topology(1, 2, tp=2, pp=2, round_robin=True, elastic=True),
-    Topology(0, 2, "fp32", tp=2, pp=2),
-    Topology(0, 1, "fp32", pp=4),
-    Topology(0, 1, "fp32", pp=9),
-    Topology(0, 1, "fp32", pp=1, tp=3),
-    Topology(0, 1, "fp16", "fused", tp=2, pp=3),
-    Topology(0, 2, "fp16", "unfused", tp=3, pp=2),
-]
-
-
-@pytest.mark.parametrize("topology", PIPE_TOPOLOGIES, ids=lambda t: t.label)
-@pytest.mark.parametrize("older", [False, True], ids=["one file", "older-two files"])
-def test_pipeline_saves_load(tmp_path: Path, topology: Topology, *, older: bool) -> None:
-    """The tied head has a file, or none."""
-    blocks = [["columns_uneven", "bias"], ["rows_uneven", "norm"], ["column"], ["gate_up", "norm"], ["row"]]
-    model = make_pipeline(blocks, frozen=["bias"])
-    model = replace(model, layers=(*model.layers[:-1], Layer("embed", file=older)))
-    check_load(tmp_path, model, topology, older=older)
 
 
 LOOSE = Model(

@@ -207,11 +207,6 @@ def test_invalid_values_of_groups_by_name_are_refused(groups: Any, tmp_path: Pat
         open_named(tmp_path, groups)
 
 
-def test_groups_by_name_are_not_needed_for_other_zero_stages(tmp_path: Path) -> None:
-    save(tmp_path, ONE_GROUP, Topology(1, 2))
-    assert open_named(tmp_path, "module").groups[0].names[0] == "body.weight"
-
-
 def test_groups_by_name_of_a_pipeline_list_each_layer(tmp_path: Path) -> None:
     """Its files do not record tied layers."""
     model = make_pipeline([["column"], ["row"]], tied=False)
