@@ -57,7 +57,6 @@ class Finding:
             ``unsaved`` (state that DeepSpeed saves nowhere).
         file: relative path; empty for the whole folder.
         text: the expected and found values, and the remedy.
-        severity: ``fault``, ``warning`` or ``note``.
         names: affected atoms, parameters or files.
         rules: unsettled: suggested rules.
         cause: kind of a more specific finding that may cause this one.
@@ -140,7 +139,6 @@ def explain_form(path: str, field: str = "", value: Any = None) -> Iterator[None
 
     Args:
         field: key of the value in the file.
-        value: for the message.
     """
     try:
         yield

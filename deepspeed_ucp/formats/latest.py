@@ -321,7 +321,6 @@ class Age(NamedTuple):
 
     Attributes:
         step: from the model states; -1 if unknown.
-        sealed: whether the tag has a seal.
         time: time of the earliest state file; later ones may be copies. 0 if unknown.
     """
 

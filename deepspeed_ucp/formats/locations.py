@@ -158,11 +158,7 @@ class FileTable:
 
 
 def find_files(folders: Sequence[str], comm: Comm, list_place: Callable[[str], Entries] = list_entries) -> FileTable:
-    """Find a checkpoint's files; refuse different ones under one name (collective).
-
-    Args:
-        folders: the tag's folder by place.
-    """
+    """Find a checkpoint's files; refuse different ones under one name (collective)."""
     stores = {folder: comm.once(partial(_list, folder, list_place)) for folder in folders if is_url(folder)}
     for folder, entries, _ in stores.values():
         note_listed(folder, entries)
@@ -258,7 +254,6 @@ def _list(folder: str, list_place: Callable[[str], Entries]) -> tuple[str, Entri
 
 
 def _warn_others(table: FileTable) -> None:
-    """Warn of files that differ from those in an earlier place."""
     for folder, entries in zip(table.folders[1:], table.visible[1:], strict=True):
         others = [name for name, entry in entries.items() if entry.size != table.entries[name].size]
         if others:

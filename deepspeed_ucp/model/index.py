@@ -63,7 +63,6 @@ class SavedJob:
     """The job around a saved engine.
 
     Attributes:
-        ranks: number of processes.
         model_ranks: number of processes that hold one replica of the model.
         total_batch: samples per step over all ranks; None if unknown.
         accumulation: micro batches per step; None if unknown.
@@ -140,7 +139,6 @@ class AtomicIndex:
         files, records: numbered; fragments refer to them by number.
         state_file: the file with scheduler, counters and client state.
         repeated: further copies of elements in the files, as (``tp_shard``, fragment); a load verifies that they agree.
-        access: which ranks can read which files.
         failed: paths of copies that this rank skips after a failure.
         counters: global_steps, global_samples, skipped_steps, dp_world_size, mp_world_size, and batch sizes.
         scalars: parameter → the optimizer's scalars (``step``) as Python numbers.
@@ -222,7 +220,6 @@ class AtomicIndex:
         state_file: str,
         **fields: Any,
     ) -> AtomicIndex:
-        """Build it from plain sequences."""
         return cls(tuple(files), records, Atoms.of(atoms), topology, state_file, **fields)
 
     def find(self, name: str, state: str, instance: int = 0) -> Atom | None:

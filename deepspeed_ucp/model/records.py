@@ -21,7 +21,6 @@ class FileRef:
 
     Attributes:
         path: its path on this rank, or its expected path if only other ranks see the file.
-        size: in bytes.
         header_crc: CRC32 of its directory, if it has one.
         places: paths of copies with this name and size that this rank sees, in reading order; empty for ``path`` alone.
     """

@@ -19,7 +19,6 @@ class Topology:
 
     Attributes:
         dp: ranks over which ZeRO partitions, including sequence parallelism; 1 at stage 0.
-        tp, pp, sp, ep: tensor, pipeline, sequence and expert parallel degrees.
         wrapper: name of a row of :data:`~deepspeed_ucp.model.wrappers.WRAPPERS`.
         precision: dtype of the model's parameters: ``float32``, ``bfloat16`` or ``float16``.
         undeclared: the precision is not fp32, but the ds_config, which determines file names, does not enable another.

@@ -101,7 +101,6 @@ class EngineView:
         unowned: shapes of parameters without optimizer, and of buffers; None if they are not compared.
         flats: this rank's flat buffers.
         extras: this rank's tensors without optimizer.
-        aliases: tied names → the name that holds the data.
         ordinals: parameter on several pipeline stages → (index of this stage among them, number of these stages).
         renamed: live name → saved name, if they differ.
         counts: parameter on several pipeline stages → number of these stages; also if this stage is not one of them.

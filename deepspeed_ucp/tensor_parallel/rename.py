@@ -29,11 +29,7 @@ _NEEDED = (
 
 @dataclass(frozen=True)
 class Rename:
-    """A saved name that ``pattern`` matches as a whole has the live name ``template``.
-
-    Attributes:
-        variables: the rule set's variables for expressions.
-    """
+    """A saved name that ``pattern`` matches as a whole has the live name ``template``."""
 
     pattern: str
     template: str

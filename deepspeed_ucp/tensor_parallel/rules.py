@@ -227,10 +227,7 @@ class RuleSet:
         rules: in any order; rules that match one parameter must agree.
         literal: parameter → rules for it alone (AutoTP has thousands).
         hints: parameter → reason why the set has no pattern for it, for the case that no other set has one.
-        variables, refuse: see the YAML.
         vocab: rows of the vocabulary without padding, or None if unknown.
-        renames: rules for names that differ in the live model.
-        resizes: rules for parameters that may have another shape in the live model.
         by: ``user``: has precedence over all others. ``target``: a live engine's description of its own shards at its
             own degree. Else ``checkpoint``.
         shared: expressions for parameters that the checkpoint declares equal on several pipeline stages.

@@ -37,7 +37,6 @@ class Settled:
         resizes: name → change of a parameter with another shape in the target, by a user's rule.
         reshaped: name → different logical shapes of both sides without such a rule.
         padded: the names among these whose shapes differ only in rows.
-        sides: names of source and target in messages.
         unused: the user's rules that match no parameter.
         notes: the checkpoint's rules that match no parameter; scripts often list parameters of a model's variants.
     """

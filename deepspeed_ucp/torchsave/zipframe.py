@@ -181,7 +181,6 @@ def dump_value(value: Any, dtype: str | None = None) -> tuple[bytes, int]:
     """Return the file of ``torch.save(value)``, and the CRC32 of its zip directory.
 
     Args:
-        value: a number or another plain value.
         dtype: if given, the number is saved as a 0-dim tensor of this type.
     """
     writer = _MemoryWriter()

@@ -456,7 +456,6 @@ class Builder:
         return Atoms(self._storages, self._module)
 
     def _join(self, param: ParamKey, state: str, storages: Sequence[ParamStorage], empty: _Empty) -> list[ParamStorage]:
-        """Join the storages of a state by ``tp_shard``."""
         storages = [part for part in storages if state in part.states]
         storages = [  # files of a flat buffer may lack the state
             part for part in storages if isinstance(part.states[state], Fragments) or part.list_fragments(state)

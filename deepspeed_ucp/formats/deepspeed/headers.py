@@ -99,14 +99,10 @@ class OptimHeader:
         masters: fp32 partition of each flat buffer (unfused: of each parameter, group by group).
         tensors: the optimizer's states of each flat buffer (or parameter), in the order of the param groups.
         owners: param group of each of ``tensors``.
-        groups: hyper-parameters of each param group.
         slices: ZeRO 1/2 and BF16: (module's parameter name, start, numel) in the partition, for each group.
-        partition_count: for each group.
         paddings: ZeRO 1/2 and BF16: elements of padding at the end of the partition, for each group.
         alignment: ZeRO 1/2: elements of padding behind each parameter (``parameter_alignment``), for each group.
         elastic: saved with ``elastic_checkpoint``: states without padding, no hyper-parameters.
-        scaler: fields of the loss scaler (``cur_scale``, ``dynamic``, …); empty without one.
-        clip_grad: gradient clipping that the optimizer stored, or None.
         names: atom names of each group's parameters, if the param groups record them.
         partition_ranks: ZeRO 3 with AutoEP: data-parallel ranks that hold each sub-group.
     """
@@ -145,7 +141,6 @@ class ModelHeader:
     Attributes:
         module: the model's tensors; None if the file has none (a pipeline has layer files).
         nested: the module dict was nested; ``module`` has its keys joined by dots.
-        buffers: names of the module's persistent buffers.
         param_shapes: (module's name, shape) of the parameters of each param group (ZeRO 3: of each sub-group).
         frozen_shapes: whole shapes of the frozen parameters.
         frozen: elements of frozen parameters that the file has apart from ``module``; under ZeRO 3 this rank's.
@@ -223,7 +218,6 @@ class FileHeader:
         return self.optim
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as :meth:`Piece.__reduce__` does."""
         return FileHeader, tuple(getattr(self, name) for name in self.__slots__)
 
 
@@ -302,7 +296,6 @@ class HeaderTemplate:
 
     @cached_property
     def _rest(self) -> tuple[object, ...]:
-        """The header's content except pieces and variables."""
         optim, names = self.header.optim, list[tuple[list[str], list[str]]]()
         if optim is not None:
             names = [(list(tensor.states), list(tensor.zero_dim)) for tensor in optim.tensors]
@@ -350,11 +343,7 @@ class LazyParts(Sequence[T]):
 
 
 class PrefixedTensors(Mapping[str, Piece]):
-    """The tensors of a state_dict by name, built on demand.
-
-    Args:
-        prefix: common prefix of the names.
-    """
+    """The tensors of a state_dict by name, built on demand."""
 
     __slots__ = ("numbers", "prefix", "template")
 
@@ -378,8 +367,6 @@ class HeaderDelta(NamedTuple):
 
     Attributes:
         template: packed; empty for the template of a header that every rank has.
-        name, size, crc, writer: the header's.
-        variables: see :data:`_Variables`.
         numbers: its encoded pieces.
     """
 

@@ -85,7 +85,6 @@ def _simplify_made(value: PickledObject) -> Any:
 
 
 def _get_fields(value: Any) -> dict[Any, Any] | None:
-    """Return the attributes of a dict or pickled object, slots included; else None."""
     if isinstance(value, dict):
         return value
     if not isinstance(value, PickledObject):

@@ -71,7 +71,6 @@ def _tie_repeated(
     Args:
         tensors: the module's state dict, in its order.
         owned: names of parameters and buffers with separate tensors.
-        ties: the known ties.
 
     Returns:
         All ties, and the names for which several siblings are possible.

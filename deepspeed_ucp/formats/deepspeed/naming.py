@@ -49,7 +49,6 @@ class Naming:
         optimizer: False omits the optimizer's states; names then only identify a pipeline's tied modules.
         dual: the live pipeline has two stages on every rank (DualPipeV).
         keys: key in the live module's state dict → parameter or buffer, if they differ.
-        rename: see :data:`FindRenames`.
         record: returns the names in the live module's state dict, in its order.
         ep: degree ep of the live run (:class:`~deepspeed_ucp.model.topology.Topology`); ``live`` has the first rank's
             names in front. 0 if unknown.
@@ -83,7 +82,6 @@ class Naming:
 
 
 def _list_names(save: Save) -> set[str]:
-    """List the names of all tensors in the files, which omit tied modules' names."""
     named: list[Mapping[str, object]] = [{} if model.nested else model.module or {} for model in save.first_models]
     named += [header.layer or {} for files in save.further.values() for header in files.values()]
     pairs = [pair for files in save.layers for pair in files.items()]
@@ -196,11 +194,7 @@ def describe_misfit(optim: OptimHeader, model: ModelHeader, shapes: Mapping[str,
 
 
 def check_order(part: NamedOptimizer, live: Sequence[Mapping[str, Any]], path: str) -> None:
-    """Refuse live groups or parameters in another order, unless the file names them.
-
-    Args:
-        live: hyper-parameters of the live groups.
-    """
+    """Refuse live groups or parameters in another order, unless the file names them."""
     if part.optim.names is not None and part.groups == [*part.optim.names]:
         return
     if len(part.optim.groups) == len(live):

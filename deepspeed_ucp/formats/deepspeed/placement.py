@@ -96,7 +96,6 @@ class _TensorParallelRank:
     """The layer files of one tensor-parallel rank by parameter names.
 
     Attributes:
-        shapes: local shapes of all parameters.
         layers: tensors of layers that are not tied.
         tied: tied module → layer → file that may be the module's.
     """

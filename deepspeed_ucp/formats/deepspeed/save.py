@@ -36,7 +36,6 @@ class Save:
         first: headers of the first rank's model states and, if any, optimizer states; empty until they are read.
         expected: names of all files that the save must have, and the reason if DeepSpeed may not have written one.
         extensions: special cases of this save; empty until ``first`` is read.
-        dp: number of data-parallel ranks, read from the model states.
         models: model states by model-parallel rank; under ZeRO 3 one per data-parallel rank.
         shards: optimizer states by model- and data-parallel rank; empty lists at ZeRO stage 0.
         layers: layer files of a pipeline by tensor-parallel rank and layer.

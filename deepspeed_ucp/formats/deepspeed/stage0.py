@@ -72,7 +72,6 @@ def _add_optimizers(builder: Builder, live: GroupNames | None, naming: Naming) -
 
 
 def _name_parts(save: Save, live: GroupNames | None, naming: Naming) -> list[NamedOptimizer]:
-    """Name the parameters of every model-parallel rank's optimizer."""
     if live is None and (save.optim(0).names is None or save.is_pipeline):
         raise MismatchError(
             "stage 0 saves no parameter names, and there is no live engine to name them. Describe the optimizer's "

@@ -78,7 +78,6 @@ def read_config(path: str | None, folder: str) -> dict[str, Any]:
 
     Args:
         path: a file, or its folder; None searches the checkpoint's folder (PEFT) and its parent (trainers).
-        folder: the checkpoint's folder.
     """
     places = [folder, os.path.dirname(normalize(folder))] if path is None else [path]
     files = [os.path.join(place, ADAPTER_CONFIG) if os.path.isdir(place) else place for place in places]

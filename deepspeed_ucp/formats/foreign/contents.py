@@ -134,8 +134,6 @@ class Contents:
 
     Attributes:
         head: name of the first file, for messages.
-        weights: tensors of the model by name.
-        states: optimizer states by parameter and state.
         scalars: numbers of the optimizer by parameter.
         groups: param groups: names, and hyper-parameters.
         aliases: tied name → name with the data.
@@ -291,7 +289,6 @@ class _Maker:
 
 
 def _is_grid(shape: Shape, chunks: Sequence[TensorBlock]) -> bool:
-    """Return True if the chunks are all cells of a grid over a shape."""
     cuts = [sorted({(chunk.offsets[dim], chunk.piece.shape[dim]) for chunk in chunks}) for dim in range(len(shape))]
     for cut, size in zip(cuts, shape, strict=True):
         if [*(at for at, _ in cut), size] != [0, *(at + width for at, width in cut)]:

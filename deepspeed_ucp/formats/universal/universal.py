@@ -186,7 +186,6 @@ def _group_by_param(entries: Mapping[str, Entry]) -> dict[str, list[str]]:
 
 
 def _read_param(folder: str, name: str, files: Sequence[str]) -> dict[str, ParamHeader]:
-    """Read the headers of a parameter's files by state."""
     files = files or sorted(scan_folder(os.path.join(folder, ZERO, name)))
     if f"{MODULE}.pt" in files:
         text = (
