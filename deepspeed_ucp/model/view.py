@@ -108,11 +108,6 @@ class EngineView:
         declared_new: names of tensors that the user has declared to be new: the checkpoint need not have them.
         info: the model's ``universal_checkpoint_info``.
         unsharded: names of tensors that tensor-parallel ranks do not cut.
-
-    Example:
-        >>> flat = join_parameters(0, ("a", "b"), ((6,), (3,)), parts=2, partition=5)
-        >>> shapes = {"a": ((6,),), "b": ((3,),)}
-        >>> second_rank = EngineView(shapes, flats=[EngineBuffer(flat, part=1, tp_shard=0, dtype="float32")])
     """
 
     owned: Shapes = field(default_factory=dict)

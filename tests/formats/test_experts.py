@@ -190,31 +190,26 @@ def deal(save: Any, mp: int) -> list[list[GroupShare]]:
     return [deal_group(save, mp, number, group) for number, group in enumerate(save.model(mp).param_shapes)]
 
 
-@pytest.mark.parametrize("count", [0, 3, 16])
-def test_a_number_of_partitions_that_does_not_fit_the_ranks_is_refused(count: int) -> None:
-    save = make_save((4, count), [["dense"], [f"{FIRST}0.w"]], 4, tp=2, folded=True)
-    with pytest.raises(CheckpointError, match=f"in {count} partitions"):
-        deal(save, 0)
+GROUPS, PLACED, OTHER = [["dense"], [f"{FIRST}0.w"]], [["dense"], ["m.experts.w1"]], ((0, 1), (2, 3))
+CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
+    *(({"counts": (4, count), "groups": GROUPS, "experts": 4, "tp": 2, "folded": True}, f"in {count} partitions")
+      for count in (0, 3, 16)),
+    *(({"counts": (4, 2), "groups": GROUPS, "experts": number}, f"but {number} experts of the layer have files")
+      for number in (1, 3)),
+    *(({"counts": counts, "groups": PLACED, "placements": {"m.experts.": ranks}}, "w1 of shape .2, 3. is spread over")
+      for counts, ranks in (((4, 4), OTHER), ((4, 1), OTHER), ((4, 2), ((0, 1, 2), (3,))))),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("experts", [1, 3])
-def test_files_of_another_number_of_experts_are_refused(experts: int) -> None:
-    with pytest.raises(CheckpointError, match=f"but {experts} experts of the layer have files"):
-        deal(make_save((4, 2), [["dense"], [f"{FIRST}0.w"]], experts), 0)
+@pytest.mark.parametrize(("options", "text"), CONTRADICTIONS)
+def test_files_that_contradict_each_other_about_experts_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(CheckpointError, match=text):
+        deal(make_save(**options), 0)
 
 
 def test_a_parameter_is_an_expert_only_with_an_experts_file() -> None:
     (dealt,) = deal(make_save((4,), [[f"{FIRST}0.w"]], 0), 0)
     assert [list(part.ranks) for part in dealt] == [[0, 1, 2, 3]]
-
-
-@pytest.mark.parametrize(
-    ("counts", "ranks"), [((4, 4), ((0, 1), (2, 3))), ((4, 1), ((0, 1), (2, 3))), ((4, 2), ((0, 1, 2), (3,)))]
-)
-def test_a_placement_that_does_not_fit_the_files_is_refused(counts: tuple[int, ...], ranks: Any) -> None:
-    save = make_save(counts, [["dense"], ["m.experts.w1"]], placements={"m.experts.": ranks})
-    with pytest.raises(CheckpointError, match="m.experts.w1 of shape .2, 3. is spread over"):
-        deal(save, 0)
 
 
 # -- a layer of experts with a second name --------------------------------------------------------------------------

@@ -187,30 +187,24 @@ def test_objects_in_hints_become_dicts_of_their_fields(tmp_path: Path) -> None:
     assert (found["number"], found["set"], found["tensor"], found[1]) == (2.5, [1, 3], None, "kept")
 
 
-def test_hints_contain_only_plain_arguments(tmp_path: Path) -> None:
-    args = Namespace(a=1, b="x", c=[1, None], d={"no": 1}, e=torch.ones(2), f=Color.RED, g=(1, 2), h=[[1]])
-    assert open_with(tmp_path, {"args": args})["args"] == {"a": 1, "b": "x", "c": [1, None], "g": (1, 2)}
-    assert open_with(tmp_path, {"args": {"a": 1, "d": {"no": 1}}})["args"] == {"a": 1}
-    assert "args" not in open_with(tmp_path, {"args": "a string"})
+ARGS = Namespace(a=1, b="x", c=[1, None], d={"no": 1}, e=torch.ones(2), f=Color.RED, g=(1, 2), h=[[1]])
+FIRST = {"version": 0.4, "rows": ["a", "b"], "affine_map": {"params": {"a": 1, "b": [2]}}, "only": None}
+SECOND = {"version": 0.4, "rows": ["b", "c"], "affine_map": {"params": {"b": [2], "c": 3}}, "only": "here"}
+BOTH = {"version": 0.4, "rows": ["a", "b", "c"], "affine_map": {"params": {"a": 1, "b": [2], "c": 3}}, "only": "here"}
 
 
 @pytest.mark.parametrize(
-    "info", [torch.ones(2), "text", Color.RED, open_with], ids=["tensor", "text", "enum", "function"]
+    ("key", "states", "expected"),
+    [
+        ("args", [ARGS], {"a": 1, "b": "x", "c": [1, None], "g": (1, 2)}),
+        ("args", [{"a": 1, "d": {"no": 1}}], {"a": 1}),
+        ("args", ["a string"], "none"),
+        *((INFO, [odd], "none") for odd in (torch.ones(2), "text", Color.RED, open_with)),
+        (INFO, [FIRST, SECOND], BOTH),
+    ],
 )
-def test_hints_other_than_dicts_are_ignored(tmp_path: Path, info: Any) -> None:
-    assert INFO not in open_with(tmp_path, {INFO: info})
-
-
-def test_hints_of_all_ranks_are_merged(tmp_path: Path) -> None:
-    first = {"version": 0.4, "rows": ["a", "b"], "affine_map": {"params": {"a": 1, "b": [2]}}, "only": None}
-    second = {"version": 0.4, "rows": ["b", "c"], "affine_map": {"params": {"b": [2], "c": 3}}, "only": "here"}
-    found = open_with(tmp_path, {INFO: first}, {INFO: second})[INFO]
-    assert found == {
-        "version": 0.4,
-        "rows": ["a", "b", "c"],
-        "affine_map": {"params": {"a": 1, "b": [2], "c": 3}},
-        "only": "here",
-    }
+def test_hints_are_plain_dicts_merged_over_ranks(tmp_path: Path, key: str, states: list[Any], expected: Any) -> None:
+    assert open_with(tmp_path, *({key: state} for state in states)).get(key, "none") == expected
 
 
 def test_hints_of_other_ranks_are_used_if_rank_0_lacks_them() -> None:

@@ -64,7 +64,8 @@ def list_entries(folder: str) -> dict[str, Entry]:
         if entry.is_folder or _STATES.fullmatch(name) or name in (MANIFEST, SEAL, PUBLISHED)
     }
     if OFFLOADED in chosen and chosen[OFFLOADED].is_folder:
-        chosen |= _list_swaps(folder)
+        below = scan_folder(os.path.join(folder, OFFLOADED), deep=True)
+        chosen |= {path: entry for name, entry in below.items() if read_swap_name(path := f"{OFFLOADED}/{name}")}
     if not any(_STATES.fullmatch(name) for name in chosen) and not holds_atoms(chosen):
         chosen |= _list_foreign(folder, entries)
     return chosen
@@ -131,15 +132,6 @@ def list_published(
         advice = f"To load the later ones, remove {PUBLISHED}; else remove them."
         raise CheckpointError(f"holds {text}. {advice}", path=folder)
     return published, list_place(published)
-
-
-def _list_swaps(folder: str) -> dict[str, Entry]:
-    swaps: dict[str, Entry] = {}
-    for rank, entry in scan_folder(os.path.join(folder, OFFLOADED)).items():
-        path = f"{OFFLOADED}/{rank}"
-        files = scan_folder(os.path.join(folder, path)) if entry.is_folder else {}
-        swaps |= {f"{path}/{name}": swap for name, swap in files.items() if not swap.is_folder}
-    return {name: entry for name, entry in swaps.items() if read_swap_name(name)}
 
 
 def strip_writer(name: str) -> str:
