@@ -122,9 +122,6 @@ def check_refused(folder: Path | str, text: str, kind: Any = CheckpointError) ->
         open_alone(folder)
 
 
-# -- atoms ------------------------------------------------------------------------------------------------------------
-
-
 def read_atom(index: AtomicIndex, atom: Atom, rank: int = 0) -> torch.Tensor:
     """Read a shard's elements, each from exactly one fragment (invariant 1)."""
     itemsize, shard = ITEMSIZE[atom.dtype], atom.shards[rank]

@@ -103,9 +103,6 @@ def test_values_of_each_rank_are_no_warning(tmp_path: Path) -> None:
     assert look(write(tmp_path, files)) == []
 
 
-# -- modification times -----------------------------------------------------------------------------------------------
-
-
 def age(path: Path, hours: float) -> None:
     changed = path.stat().st_mtime - 3600 * hours
     os.utime(path, (changed, changed))
@@ -181,9 +178,6 @@ def test_a_trainers_state_of_another_step_is_a_warning(content: str, warns: bool
     found = look(path)
     assert [finding.kind for finding in found] == ["foreign"] * warns
     assert all(re.search(r"trainer_state.json: counts \d steps, the optimizer 3\.", each.text) for each in found)
-
-
-# -- seals ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("topology", [ZERO2, ZERO3, Topology(0)], ids=lambda t: t.label)

@@ -96,8 +96,6 @@ def test_equal_findings_of_many_files_are_merged(tmp_path: Path) -> None:
     assert make_error([warning]) is None
 
 
-# -- special files and hostile names ----------------------------------------------------------------------------------
-
 OPTIM = shard(1)
 
 
@@ -176,9 +174,6 @@ def test_opening_a_new_fifo_does_not_block(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(os, "stat", lambda *_: regular)
     with pytest.raises(OSError, match="a FIFO"):
         open_regular(str(tmp_path / "fifo"))
-
-
-# -- gaps in atoms ----------------------------------------------------------------------------------------------------
 
 
 def build(cuts: dict[str, Cut]) -> Builder:

@@ -154,21 +154,6 @@ def test_state_files_folders_and_swap_files_are_listed(tmp_path: Path) -> None:
         list_sizes(tmp_path / "nowhere")
 
 
-# -- latest and tags --------------------------------------------------------------------------------------------------
-
-
-def test_read_latest_returns_the_tag(tmp_path: Path) -> None:
-    assert read_latest(str(tmp_path / "absent")) is None
-    (tmp_path / "logs").mkdir()
-    assert read_latest(str(tmp_path)) is None
-    touch(tmp_path / "global_step3", STATES)
-    (tmp_path / "latest_universal").write_text("global_step3_universal")
-    assert read_latest(str(tmp_path)) == "global_step3_universal"
-    (tmp_path / "latest").write_text("global_step3\n")
-    assert read_latest(str(tmp_path)) == "global_step3"
-    assert check_tag(str(tmp_path), "global_step3") == str(tmp_path / "global_step3")
-
-
 def test_a_conversion_does_not_hide_later_tags(tmp_path: Path) -> None:
     """DeepSpeed writes no `latest` with save_latest=False; a conversion writes another one."""
     for tag, step in (("early", 3), ("converted", 3), ("late", 4)):
@@ -180,6 +165,8 @@ def test_a_conversion_does_not_hide_later_tags(tmp_path: Path) -> None:
     assert read_latest(str(tmp_path), universal=True) == "converted"
     (tmp_path / "late" / STATES).unlink()
     assert read_latest(str(tmp_path)) == "converted"
+    (tmp_path / "latest").write_text("early\n")
+    assert read_latest(str(tmp_path)) == "early"
 
 
 @pytest.mark.parametrize(
@@ -297,9 +284,6 @@ def test_tags_are_folders_with_states(closed: str, tmp_path: Path, monkeypatch: 
         read_latest(str(tmp_path))
 
 
-# -- the order of tags ------------------------------------------------------------------------------------------------
-
-
 def test_tags_without_steps_are_ordered_by_their_earliest_time_in_all_places(tmp_path: Path) -> None:
     saves = {"here/c": 30, "there/b": 99, "nearby/b": 20, "there/later": 40, "there/a": 10, "here/run/x": 5}
     for tag, time in saves.items():
@@ -373,9 +357,6 @@ def test_tags_without_a_seal_are_listed_if_others_have_one(tmp_path: Path, monke
         list_unsealed(places, tags)
 
 
-# -- files named by sequence-parallel rank ----------------------------------------------------------------------------
-
-
 def name_by_sequence_rank(files: dict[str, Any], sp: int) -> dict[str, Any]:
     """Name files like DeepSpeed before 0.19.8 with ALST's mpu."""
     found = {}
@@ -425,9 +406,6 @@ def test_missing_files_are_named_by_sequence_parallel_rank(tmp_path: Path, topol
     write_files(tmp_path, {name: content for name, content in files.items() if name not in missing})
     report = survey_checkpoint(str(tmp_path), Comm())
     assert {finding.file for finding in report.findings if finding.kind == "missing"} == set(missing)
-
-
-# -- saves in other forms ----------------------------------------------------------------------------------------------
 
 
 MODEL = Model((Param("a", (3, 5)), Param("b", (7,))))

@@ -209,9 +209,6 @@ def test_files_of_another_step_are_a_warning(tmp_path: Path, trained: Any, caplo
         assert (f"counts {step} steps, the optimizer 3" in caplog.text) is (step == 4)
 
 
-# -- damage -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def saved(tmp_path: Path, trained: Any) -> Path:
     return save_dcp(tmp_path / "it", trained, outer=nest)
@@ -375,9 +372,6 @@ def test_a_folder_with_model_states_is_read_as_deepspeeds(tmp_path: Path, traine
     check_refused(folder, "mp_rank_00")
 
 
-# -- blocks -----------------------------------------------------------------------------------------------------------
-
-
 def make_tensor(folder: Path, shape: tuple[int, int], *boxes: tuple[int, int, int, int]) -> Any:
     """Make a tensor in blocks (row, column, rows, columns) of a sparse file; return contents and table."""
     chunks, at = [], 0
@@ -451,9 +445,6 @@ def test_an_index_in_a_store_equals_that_of_a_folder(saved: Path) -> None:
     assert (there.scalars, there.groups) == (here.scalars, here.groups)
 
 
-# -- commands ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("tiled", [False, True])
 def test_commands_accept_dcp(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], tiled: bool) -> None:
     if tiled:  # each tensor is cut in two along each dimension
@@ -506,9 +497,6 @@ def test_weights_of_a_base_model_keep_their_names(tmp_path: Path) -> None:
     index = open_alone(tmp_path)
     assert {(key.name, key.state) for key in index.atoms} == {(name, MODULE) for name in weights}
     assert index.is_weights_alone and not index.dropped
-
-
-# -- folders of weights ------------------------------------------------------------------------------------------------
 
 
 def write_header(path: Path, header: Any, nbytes: int) -> None:
@@ -755,9 +743,6 @@ def test_unusable_contents_of_an_optimizer_file_do_not_prevent_a_load_of_weights
         assert "optimizer.bin: not loaded by the engine, since it is neither states nor param groups: 'extra'." in (
             caplog.text
         )
-
-
-# -- folders of Hugging Face's libraries ------------------------------------------------------------------------------
 
 
 def write_files(folder: Path, *files: str) -> None:

@@ -71,9 +71,6 @@ def test_extra_states_in_layer_files_are_named(tmp_path: Path, caplog: pytest.Lo
     )
 
 
-# -- copies and ties --------------------------------------------------------------------------------------------------
-
-
 def check_copy(index: AtomicIndex, param: ParamKey) -> None:
     """Check that the model's copy is the rounded master on every tensor-parallel rank."""
     for rank in range(index.topology.tp):

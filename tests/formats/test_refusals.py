@@ -444,9 +444,6 @@ def test_weights_of_a_stage0_pipeline_need_no_names(tmp_path: Path) -> None:
         assert folder == "tied" or {key.state for key in index.atoms} == {"module"}
 
 
-# -- ranks ------------------------------------------------------------------------------------------------------------
-
-
 def test_errors_are_the_same_on_all_ranks(tmp_path: Path) -> None:
     """Ranks see different files under one name, and only one rank reads a header."""
     for rank, dp in enumerate((2, 4)):

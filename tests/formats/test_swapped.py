@@ -130,9 +130,6 @@ def test_stale_states_in_the_state_file_are_ignored(tmp_path: Path) -> None:
     check(open_folder(tmp_path), state, LARGE, Topology(3, 2))
 
 
-# -- files of several engines -----------------------------------------------------------------------------------------
-
-
 def test_swap_files_of_another_engine_are_leftovers(tmp_path: Path) -> None:
     """DeepSpeed copies the whole swap folder, including files of an earlier engine with other sub-groups."""
     write(tmp_path, (0,), topology=Topology(3, 2, sub_group_size=60), seed=1)
@@ -157,9 +154,6 @@ def test_swap_files_of_two_engines_are_distinguished_by_size(tmp_path: Path) -> 
     write(tmp_path, (0, 1, 2), number(7), topology=Topology(3, 2, sub_group_size=100), model=wide)
     state = write(tmp_path)
     check(open_folder(tmp_path), state)
-
-
-# -- faults -----------------------------------------------------------------------------------------------------------
 
 
 def forget_offload(files: Files) -> None:
@@ -243,9 +237,6 @@ def test_swapped_states_under_tensor_parallelism_are_refused(tmp_path: Path) -> 
     write_swapped(tmp_path, files, {})
     with pytest.raises(UnsupportedError, match="under tensor parallelism its folders cannot be assigned to ranks"):
         open_folder(tmp_path)
-
-
-# -- seals and commands -----------------------------------------------------------------------------------------------
 
 
 def test_a_seal_records_checksums_of_swap_files(tmp_path: Path) -> None:

@@ -207,9 +207,6 @@ def test_equal_parts_follow_from_the_pattern(pattern, shape, degree, local):
     assert pattern.spread(shape, degree) == (local,) * degree
 
 
-# -- patterns recorded as plain data ----------------------------------------------------------------------------------
-
-
 LAYOUT = ShardNC(parts=(4, 2), sized=True).join([(3, 5), (3, 5)])
 OVERLAPPING = Layout((4,), (4,), ((((0, 3),),), (((2, 4),),)), ((3,), (2,)), claims=((((0, 3),),), (((3, 4),),)))
 

@@ -381,8 +381,6 @@ def test_parameters_without_a_pattern_at_a_degree_are_listed_with_example_rules(
         settle_for(2, {"h.0.w": ((4, 4),), "h.1.w": ((4, 4),)})
 
 
-# -- names of a pipeline and of a plain module ------------------------------------------------------------------------
-
 TO_PLAIN = [
     {"from": r"tied_modules\.embed\.(?P<rest>.*)", "to": "language_model.embedding.{rest}"},
     {"from": r"(?P<n>\d+)\.(?P<rest>\w+\..*)", "to": "language_model.encoder.layers.{n-2}.{rest}"},

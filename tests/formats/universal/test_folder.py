@@ -161,9 +161,6 @@ def test_a_group_without_gradients_has_only_masters(tmp_path: Path) -> None:
     assert set(index.scalars) == {ParamKey("a.weight")}
 
 
-# --- refusals
-
-
 def remove(*paths: str) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         for path in paths:
@@ -238,8 +235,6 @@ def test_a_save_with_converted_files_is_read_as_the_save(made: Callable[[Topolog
     shutil.copytree(made(ZERO1) / "zero", folder / "zero")
     assert open_alone(folder).topology.wrapper == "zero12"
 
-
-# --- tensor and pipeline parallelism
 
 KINDS = {"column": ShardV(), "row": ShardH(dim=1)}
 INFO = {"parameter_with_row_parallelism_patterns": [r".*\.row"], "tp_replicated_parameter_patterns": [r".*\.norm"]}

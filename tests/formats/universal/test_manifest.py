@@ -170,9 +170,6 @@ def test_objects_in_param_groups_are_omitted_from_the_manifest() -> None:
     assert round_trip(make(index)).groups[0].hyper == {"lr": 0.1}
 
 
-# --- fingerprints
-
-
 def test_a_fingerprint_covers_names_sizes_and_zip_directories() -> None:
     files = fingerprint(INDEX)["files"]
     assert files == [
@@ -190,9 +187,6 @@ def test_a_changed_file_changes_the_fingerprint(file: FileRef) -> None:
     other = replace(INDEX, files=(file, INDEX.files[1]))
     assert fingerprint(other)["digest"] != fingerprint(INDEX)["digest"]
     assert make(other).dump() != make().dump()
-
-
-# --- refusals
 
 
 def change(**fields: Any) -> str:
@@ -277,9 +271,6 @@ def test_texts_that_are_no_manifest_are_refused(text: str) -> None:
     kind = UnsupportedError if text in ("newer", "older") else CheckpointError
     with pytest.raises(kind, match=f"^folder/ucp_manifest.json: .*{message}"):
         parse(content.encode())
-
-
-# --- any contents with a right digest
 
 
 @pytest.fixture
