@@ -72,6 +72,12 @@ def pack_scalar(dtype: str, value: Any) -> bytes:
 RESTORE = 'Restore it from a copy, name a place that has one ("also", --also), or load another tag.'
 """Remedy for a damaged file, at the end of error messages."""
 
+
+def make_damage_error(path: str, text: str) -> CheckpointError:
+    """Return the error of a damaged file, with the remedy."""
+    return CheckpointError(f"{text} {RESTORE}", path=path)
+
+
 _NUMPY_FORMATS = {"f8": "<d", "f4": "<f", "f2": "<e", "i8": "<q", "i4": "<i", "b1": "<?"}
 _SHORT = 60
 

@@ -18,7 +18,7 @@ from ..errors import CheckpointError, ChecksumError, UnsupportedError
 from ..io.interface import ReadStream, explain_failure
 from ..io.store import open_regular
 from ..model.records import Record
-from .objects import RESTORE
+from .objects import RESTORE, make_damage_error
 from .zipframe import ALIGNMENT, BYTEORDER, DATA, LOCAL, LOCAL_MAGIC, PICKLE, ROOT, STREAMED
 
 LEGACY: Final = "legacy"
@@ -93,7 +93,7 @@ def list_zip(path: str, stream: ReadStream) -> FileRecords:
     _check_names(path, [info.filename.partition("/")[2] for info in entries])
     for (one, first), (other, second) in pairwise(located):
         if first.offset + first.nbytes > second.offset:
-            raise CheckpointError(f"records {one} and {other} overlap; its directory is damaged. {RESTORE}", path=path)
+            raise make_damage_error(path, f"records {one} and {other} overlap; its directory is damaged.")
     return FileRecords(path, stream.size, dict(located), _sum_directory(front, archive), root)
 
 
@@ -102,9 +102,8 @@ def _open_zip(path: str, stream: ReadStream) -> tuple[FilePart, zipfile.ZipFile]
     try:
         return front, zipfile.ZipFile(front)
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, EOFError) as error:
-        raise CheckpointError(
-            f"no zip directory at its end ({error}; {stream.size} bytes); the file is truncated or damaged. {RESTORE}",
-            path=path,
+        raise make_damage_error(
+            path, f"no zip directory at its end ({error}; {stream.size} bytes); the file is truncated or damaged."
         ) from None
 
 
@@ -203,16 +202,14 @@ def _locate(path: str, stream: ReadStream, info: zipfile.ZipInfo, offset: int | 
         is_inside = 0 <= info.header_offset < stream.size  # a damaged directory has any value here
         header = stream.read_at(LOCAL.size, info.header_offset if is_inside else stream.size)
         if len(header) < LOCAL.size or header[:4] != LOCAL_MAGIC:
-            raise CheckpointError(
-                f"record {info.filename} has no header at byte {info.header_offset}; the file is damaged. {RESTORE}",
-                path=path,
+            raise make_damage_error(
+                path, f"record {info.filename} has no header at byte {info.header_offset}; the file is damaged."
             )
         *_, name_length, extra_length = LOCAL.unpack(header)
         offset = int(info.header_offset + LOCAL.size + name_length + extra_length)
     if offset + info.file_size > stream.size:
-        raise CheckpointError(
-            f"record {info.filename} ends beyond the file ({stream.size} bytes); it is truncated. {RESTORE}",
-            path=path,
+        raise make_damage_error(
+            path, f"record {info.filename} ends beyond the file ({stream.size} bytes); it is truncated."
         )
     return offset
 
@@ -227,14 +224,12 @@ def _check_names(path: str, names: list[str]) -> None:
             path=path,
         )
     if pickles != 1:
-        raise CheckpointError(
-            f"a torch.save file has one data.pkl, this zip has {pickles}; it is damaged or not a torch.save "
-            f"file. {RESTORE}",
-            path=path,
+        raise make_damage_error(
+            path, f"a torch.save file has one data.pkl, this zip has {pickles}; it is damaged or not a torch.save file."
         )
     if len(set(names)) < len(names):  # readers differ in the record that they take
         twice = Counter(names).most_common(1)[0][0]
-        raise CheckpointError(f"its directory lists record {twice} twice; the file is damaged. {RESTORE}", path=path)
+        raise make_damage_error(path, f"its directory lists record {twice} twice; the file is damaged.")
 
 
 def read_record(stream: ReadStream, listed: FileRecords, name: str) -> bytes:

@@ -22,7 +22,7 @@ from ..io.interface import ReadStream
 from ..model.index import Use
 from ..model.records import Record
 from ..model.storage import ITEMSIZE
-from .objects import RESTORE, STORAGE_DTYPES, Global, TensorRef, describe, list_parts
+from .objects import STORAGE_DTYPES, Global, TensorRef, describe, list_parts, make_damage_error
 from .records import LEGACY, FilePart, FileRecords, check_crc, list_zip, open_file, read_record, starts_zip
 from .unpickle import Pickled, read_pickle
 from .zipframe import BYTEORDER, DATA, PICKLE, ROOT
@@ -165,10 +165,10 @@ def read_parts(path: str, parts: Sequence[tuple[int, int]]) -> list[Header]:
         size = stream.size
         for start, nbytes in parts:
             if start < 0 or nbytes < 1 or start + nbytes > size:
-                raise CheckpointError(
+                raise make_damage_error(
+                    path,
                     f"has {size} bytes instead of at least {start + nbytes} (a tensor's part begins at byte {start}); "
-                    f"it is truncated. {RESTORE}",
-                    path=path,
+                    f"it is truncated.",
                 )
         edges = sorted({edge for start, nbytes in parts for edge in (start, start + nbytes)})
         stream.read_ahead([(max(edge - ENDING, 0), ENDING + BEGINNING) for edge in edges])
@@ -208,7 +208,7 @@ def list_records(path: str) -> FileRecords:
 def _read_zip(path: str, stream: ReadStream) -> tuple[Pickled, FileRecords]:
     listed = list_zip(path, stream)
     if PICKLE not in listed.records:
-        raise CheckpointError(f"its data.pkl is empty; the file is damaged. {RESTORE}", path=path)
+        raise make_damage_error(path, "its data.pkl is empty; the file is damaged.")
     if BYTEORDER in listed.records and read_record(stream, listed, BYTEORDER) != b"little":
         raise UnsupportedError(_BIG_ENDIAN, path=path)
     return read_pickle(read_record(stream, listed, PICKLE), path), listed
@@ -242,9 +242,7 @@ def _read_front(data: bytes, path: str) -> tuple[Pickled, list[str], int]:
         )
     magic = read_pickle(data, path) if data[:1] == b"\x80" else None
     if magic is None or magic.root != _LEGACY_MAGIC:
-        raise CheckpointError(
-            f"neither a torch.save zip nor its legacy format; the file is damaged. {RESTORE}", path=path
-        )
+        raise make_damage_error(path, "neither a torch.save zip nor its legacy format; the file is damaged.")
     protocol = read_pickle(data, path, magic.end)
     system = read_pickle(data, path, protocol.end)
     if isinstance(system.root, dict) and system.root.get("little_endian") is False:
@@ -252,8 +250,8 @@ def _read_front(data: bytes, path: str) -> tuple[Pickled, list[str], int]:
     pickled = read_pickle(data, path, system.end)
     keys = read_pickle(data, path, pickled.end)
     if not isinstance(keys.root, list) or not all(isinstance(key, str) for key in keys.root):
-        raise CheckpointError(
-            f"contains {describe(keys.root)} instead of the keys of its storages; it is damaged. {RESTORE}", path=path
+        raise make_damage_error(
+            path, f"contains {describe(keys.root)} instead of the keys of its storages; it is damaged."
         )
     return pickled, keys.root, keys.end
 
@@ -267,17 +265,13 @@ def _find_storages(path: str, stream: ReadStream, pickled: Pickled, keys: list[s
         head = stream.read(8)  # number of elements
         if ref is None or len(head) < 8:
             text = "no tensor refers to" if ref is None else f"it ends at byte {size} before"
-            raise CheckpointError(
-                f"{text} storage {describe(key)}; the file is truncated or damaged. {RESTORE}", path=path
-            )
+            raise make_damage_error(path, f"{text} storage {describe(key)}; the file is truncated or damaged.")
         nbytes = ref.numel * ITEMSIZE[STORAGE_DTYPES.get(ref.kind.name, "uint8")]
         if struct.unpack("<q", head)[0] != ref.numel:
-            raise CheckpointError(
-                f"storage {describe(key)} does not have {ref.numel} elements; it is damaged. {RESTORE}", path=path
-            )
+            raise make_damage_error(path, f"storage {describe(key)} does not have {ref.numel} elements; it is damaged.")
         if offset + 8 + nbytes > size:
             text = f"storage {describe(key)} ends beyond the file ({size} bytes)"
-            raise CheckpointError(f"{text}; it is truncated. {RESTORE}", path=path)
+            raise make_damage_error(path, f"{text}; it is truncated.")
         records[f"{DATA}{key}"] = Record(offset + 8, nbytes, None)
         offset += 8 + nbytes
     return records
@@ -289,9 +283,7 @@ def _find_element(ref: TensorRef, file: FileRecords) -> tuple[Record, int]:
     itemsize = ITEMSIZE[ref.dtype]
     if record is None or (ref.offset + 1) * itemsize > record.nbytes:
         key = describe(ref.storage.key)
-        raise CheckpointError(
-            f"storage {key} of a one-element tensor is missing; the file is damaged. {RESTORE}", path=file.path
-        )
+        raise make_damage_error(file.path, f"storage {key} of a one-element tensor is missing; the file is damaged.")
     return record, record.offset + ref.offset * itemsize
 
 

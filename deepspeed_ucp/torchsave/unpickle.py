@@ -17,11 +17,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-from ..errors import CheckpointError, UnsupportedError
+from ..errors import UnsupportedError
 from ..io.memory import pause_collection
 from ..model.index import Use
 from .objects import (
-    RESTORE,
     STORAGE_DTYPES,
     Global,
     OrderedItems,
@@ -34,6 +33,7 @@ from .objects import (
     is_dtype,
     is_setting,
     is_short,
+    make_damage_error,
     walk,
 )
 
@@ -86,14 +86,10 @@ def read_pickle(data: bytes, path: str, start: int = 0) -> Pickled:
         with pause_collection():
             pickled.load()
     except EOFError:
-        raise CheckpointError(
-            f"its pickle cannot be read (it does not end); the file is truncated. {RESTORE}", path=path
-        ) from None
+        raise make_damage_error(path, "its pickle cannot be read (it does not end); the file is truncated.") from None
     except _FAULTS as error:
         kind, text = type(error).__name__, str(error)[:200]
-        raise CheckpointError(
-            f"its pickle cannot be read ({kind}: {text}); the file is damaged. {RESTORE}", path=path
-        ) from None
+        raise make_damage_error(path, f"its pickle cannot be read ({kind}: {text}); the file is damaged.") from None
     return pickled
 
 
