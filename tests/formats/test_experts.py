@@ -11,10 +11,8 @@ import pytest
 
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
 from deepspeed_ucp.extensions.experts.files import (
-    NO_LAYER,
     ROLES,
     count_tp_shards,
-    name_unwritten_models,
 )
 from deepspeed_ucp.extensions.experts.saved import SavedExperts
 from deepspeed_ucp.formats.deepspeed.files import sort_roles
@@ -26,10 +24,7 @@ from deepspeed_ucp.formats.deepspeed.headers import (
     OptimHeader,
     Piece,
     PrefixedTensors,
-    TensorStates,
-    batch_files,
     encode_header,
-    select_files,
 )
 from deepspeed_ucp.formats.deepspeed.save import Save, name_expected_files
 from deepspeed_ucp.formats.deepspeed.zero import GroupShare, deal_group
@@ -37,24 +32,17 @@ from deepspeed_ucp.formats.locations import FileTable
 from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.model.records import Record
 
-EXPERTS = {"experts": (2,)}
 
-
-def make_group(degree: int) -> dict[str, Any]:
-    return {"moe": True, "name": f"ep_size_{degree}"}
-
-
-def make_optim(degree: int, counts: tuple[int, ...] = (), kind: str = "zero12") -> OptimHeader:
-    groups = ({"lr": 0.1}, make_group(degree))
+def make_optim(kind: str, counts: tuple[int, ...] = ()) -> OptimHeader:
+    groups = ({"lr": 0.1}, {"moe": True, "name": "ep_size_2"})
     return OptimHeader(kind, 1, (), (), (0, 1), groups, partition_count=counts)
 
 
-def make_model(name: str, ranks: int, tp: int, dp: int, optim: OptimHeader | None = None, **fields: Any) -> FileHeader:
-    counters = {"mp_world_size": ranks, "dp_world_size": dp}
-    module: dict[str, Any] = {}
-    degrees = (ranks // tp, tp)
-    model = ModelHeader(module, False, (), None, {}, {}, {}, counters, optim, facts=EXPERTS, degrees=degrees, **fields)
-    return FileHeader(name, 1, model=model)
+def make_model(optim: OptimHeader | None) -> FileHeader:
+    """Make model states of two tensor-parallel times two data-parallel ranks."""
+    counters, facts = {"mp_world_size": 2, "dp_world_size": 2}, {"experts": (2,)}
+    model = ModelHeader({}, False, (), None, {}, {}, {}, counters, optim, facts=facts, degrees=(1, 2))
+    return FileHeader(MODELS[0], 1, model=model)
 
 
 def list_files(first: list[FileHeader], *names: str) -> Save:
@@ -78,15 +66,6 @@ CUT = [expert(number, mp) for number in (0, 1) for mp in (0, 1)]
 ALL_STATES = [states(rank, mp) for rank in (0, 1) for mp in (0, 1)]
 
 
-def test_file_names_determine_roles() -> None:
-    layer, expert = "layer_2_expert_13_mp_rank_01", "expert_3_mp_rank_00"
-    optim = "expp_rank_5_mp_rank_01_optim_states.pt"
-    names = [f"{layer}_model_states.pt", f"{expert}_model_states.pt", optim]
-    found = sort_roles(ROLES, {name: name for name in names})
-    assert found == {"expert": {(2, 13, 1): names[0], (NO_LAYER, 3, 0): names[1]}, "expert_optim": {(1, 5): optim}}
-    assert {ROLES["expert"].make_name(*key) for key in found["expert"]} == {*names[:2]}
-
-
 @pytest.mark.parametrize(
     ("files", "counts", "lanes"),
     [
@@ -101,8 +80,8 @@ def test_file_names_determine_roles() -> None:
     ],
 )
 def test_list_shards_of_an_experts_parameter(files: list[str], counts: tuple[int, ...] | None, lanes: int) -> None:
-    first = [make_model(MODELS[0], 2, 2, 2, None if counts else make_optim(2, kind="torch"))]
-    first += [FileHeader("optim", 1, optim=make_optim(2, counts))] if counts else []
+    first = [make_model(None if counts else make_optim("torch"))]
+    first += [FileHeader("optim", 1, optim=make_optim("zero12", counts))] if counts else []
     save = list_files(first, *MODELS, *files)
     assert count_tp_shards(save, 2) == lanes
     assert count_tp_shards(save, 1) == 1
@@ -110,47 +89,12 @@ def test_list_shards_of_an_experts_parameter(files: list[str], counts: tuple[int
 
 @pytest.mark.parametrize("files", [FOLDED, CUT])
 def test_a_missing_experts_file_is_found(files: list[str]) -> None:
-    first = [make_model(MODELS[0], 2, 2, 2, make_optim(2, kind="torch"))]
+    first = [make_model(make_optim("torch"))]
     everything = [*MODELS, *files, *([states(0, 0), states(1, 1)] if files is FOLDED else ALL_STATES)]
     assert sorted(name_expected_files(list_files(first, *everything))) == sorted(everything)
     lacking = name_expected_files(list_files(first, *[name for name in everything if name != expert(1, 1)]))
     assert {name for name in lacking if name not in everything} == ({expert(1, 0)} if files is FOLDED else set())
     assert len(lacking) == len(everything)
-
-
-def test_expected_files_count_the_expert_layers_of_every_stage() -> None:
-    first = make_model(MODELS[0], 2, 1, 2)
-    optim = FileHeader("zero_pp_rank_0_mp_rank_00_optim_states.pt", 1, optim=make_optim(2, (2, 1)))
-    shards = [f"zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt" for mp in (0, 1) for dp in (0, 1)]
-    files = [*MODELS, *shards, *(expert(number, mp) for mp in (0, 1) for number in (0, 1))]
-    second = make_model(MODELS[1], 2, 1, 2)
-    save = list_files([first, optim], *files)
-    save.extensions[0].stages = [second]  # type: ignore[attr-defined]
-    assert sorted(name_expected_files(save)) == sorted(files)
-    assert expert(0, 1) not in name_expected_files(list_files([first, optim], *files))
-
-
-@pytest.mark.parametrize(
-    ("degree", "counts", "data_first", "unsaved"),
-    [
-        (1, (2, 4), False, [MODELS[1]]),
-        (2, (2, 2), False, []),
-        (2, (2, 2), True, [MODELS[1]]),  # both tensor-parallel ranks hold the first experts
-        (4, (2, 1), True, []),
-        (2, (2, 1), False, []),  # cut
-    ],
-)
-def test_name_unwritten_models_lists_model_states_that_deepspeed_omits(
-    degree: int, counts: tuple[int, ...], unsaved: list[str], *, data_first: bool
-) -> None:
-    model = make_model(MODELS[0], 2, 2, 2)
-    config = {"use_data_before_expert_parallelism": True} if data_first else {}
-    first = [
-        FileHeader(model.name, 1, config=config, model=model.model),
-        FileHeader("optim", 1, optim=make_optim(degree, counts)),
-    ]
-    assert name_unwritten_models(list_files(first, *MODELS, *FOLDED)) == set(unsaved)
-    assert name_unwritten_models(list_files(first[:1], *MODELS, *FOLDED)) == set()
 
 
 # -- files that contradict each other about the ranks of experts ------------------------------------------------------
@@ -338,34 +282,3 @@ PLAIN = make_tensors(0, "0")
 def test_headers_that_differ_in_more_than_offsets_are_not_encoded(tensors: dict[str, Piece]) -> None:
     header = make_expert(tensors)
     assert encode([header], FileHeader("first", 1))[0][0] is header
-
-
-def make_shard(rank: int, numel: int, dtype: str = "float32") -> FileHeader:
-    """Make the header of a rank's file with one flat buffer, whose master and state share a record."""
-    record = Record(64 * rank, 8 * numel, None if rank else 7)
-    master, state = (Piece(record, at * 4 * numel, (numel,), dtype) for at in range(2))
-    tensors = (TensorStates({"exp_avg": state}, {"step": 3}),)
-    slices, paddings = ((("w", rank, numel),),), (rank,)
-    optim = OptimHeader("zero12", 1, (master,), tensors, (0,), ({"lr": 0.1},), slices, paddings=paddings)
-    return FileHeader(f"rank{rank}", 1000 + rank, rank, optim=optim)
-
-
-def unfold(header: FileHeader) -> FileHeader:
-    optim = header.optim
-    return replace(header, optim=optim and replace(optim, masters=(*optim.masters,), tensors=(*optim.tensors,)))
-
-
-def test_decoded_optimizer_headers_equal_the_originals_and_form_a_table() -> None:
-    first, *others = headers = [make_shard(rank, numel) for rank, numel in enumerate((8, 5, 8))]
-    odd = make_shard(3, 8, "bfloat16")
-    short, again = encode([*others, odd], first)
-    assert [each.template == b"" for each in short if isinstance(each, HeaderDelta)] == [True, True, False]
-    assert list(map(unfold, again)) == [*others, odd]
-    alike, apart = select_files(batch_files([first, *again]), [*again, first])
-    assert (alike.parts, apart.parts) == ([0, 1, 3], [2])
-    assert alike.headers == [*again[:2], first]
-    assert [*alike.pick(0, "offset")] == [64, 128, 0]
-    assert [*alike.pick(1, "start")] == [20, 32, 32]
-    assert alike.pick_padding(0) == (1, 2, 0)
-    assert alike.template.firsts == [0, 0]
-    assert headers[0].optim and [*alike.split()][2].make_piece(1) == headers[0].optim.tensors[0].states["exp_avg"]
