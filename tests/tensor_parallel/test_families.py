@@ -16,7 +16,6 @@ from . import models
 from .shards import settle
 
 KV = 1024
-HEAD = 128
 CLIENT = {
     "deepspeed_activation_checkpointing": False,
     "num_attention_heads": 16,
