@@ -2,10 +2,7 @@
 
 A rule is a regular expression for the whole saved name, and a template for the live name. ``{group}`` is the text of a
 named group; ``{group - 3}`` is integer arithmetic (+ - * // %) with it and the set's variables. A rule gives one saved
-parameter one live name; it does not cut, join or copy.
-
-    {"from": "(?P<layer>\\d+)\\.(?P<rest>(?:input_layernorm|mlp)\\..*)", "to": "encoder.layers.{layer-3}.{rest}"}
-    {"from": "tied_modules\\.embed\\.(?P<rest>.*)", "to": "embedding.{rest}"}
+parameter one live name; it does not cut, join or copy (``docs/patterns.md`` has examples).
 """
 
 from __future__ import annotations

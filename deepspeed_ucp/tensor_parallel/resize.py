@@ -1,14 +1,7 @@
 """Rules for vocabularies with other numbers of rows in model and checkpoint.
 
-A rule in YAML or JSON:
-
-    match:    regular expression of the name behind the set's prefix, as of a rule for a pattern
-    new:      content of new rows: live (the live model's values), zero, or mean (of the kept rows)
-    keep:     number of first rows to keep; by default those before a padding that is known, else all
-    shrink:   true: the model may have fewer rows than are kept, and the last ones are left out
-
-Without a rule a different shape is an error. A rule has no effect if the shapes are equal. Optimizer states of new rows
-are zero.
+``docs/patterns.md`` describes their keys. Without a rule a different shape is an error. A rule has no effect if the
+shapes are equal. Optimizer states of new rows are zero.
 """
 
 from __future__ import annotations
@@ -27,7 +20,7 @@ from .layout import Layout, Product, Shape
 
 @dataclass(frozen=True)
 class Resize:
-    """A rule as written (see the module's docstring)."""
+    """A rule as written (``docs/patterns.md``)."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 

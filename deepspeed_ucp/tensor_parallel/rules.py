@@ -1,25 +1,9 @@
 """Rules that assign patterns: a user's, a family's, live parameters' attributes.
 
-A rule set is a list of regular expressions with patterns. Each expression matches the whole name behind the set's
-optional ``prefix`` (added to names by pipelines and wrappers). Two rules of one set that match a parameter must agree.
-
-A rule in YAML or JSON:
-
-    match:    regular expression of the name behind the prefix
-    pattern:  unique | replicate | partial | shard-v | shard-h | shard-hy | shard-nc | unsettled
-    dim:      shard-h, shard-nc: the dimension that is cut (shard-h 1, shard-nc 0)
-    grid:     shard-hy: ranks per dimension
-    parts:    shard-nc: sizes of the parts along dim; ``rest``: equal shares of the remaining size.
-              All 1: equal parts
-    blocks:   shard-nc: number of equal blocks along dim, each made of the parts (fused experts)
-    widths:   shard-nc: width of each part on each rank if it does not follow from the shards' shapes
-    unit:     each rank's widths are multiples of it (a head's or head group's rows)
-    vocab:    true: dimension 0 is a vocabulary whose padding may differ (original_vocab_size)
-    when:     expression; the rule applies only if it is true
-    dims:     the rule applies only to tensors with this number of dimensions
-    reason:   unsettled: the reason
-
-Sizes are integers or expressions (see ``facts``) over ``variables`` of the set.
+A rule set is a list of regular expressions with patterns; ``docs/patterns.md`` describes the keys of a rule. Each
+expression matches the whole name behind the set's optional ``prefix`` (added to names by pipelines and wrappers). Two
+rules of one set that match a parameter must agree. Sizes are integers or expressions (see ``facts``) over ``variables``
+of the set.
 """
 
 from __future__ import annotations
@@ -79,7 +63,7 @@ _SUFFIXES = (".yaml", ".yml", ".json")  # suffixes of rule files
 
 @dataclass(frozen=True)
 class Spec:
-    """A rule as written (see the module's docstring)."""
+    """A rule as written (``docs/patterns.md``)."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
