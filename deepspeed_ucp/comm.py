@@ -184,6 +184,7 @@ class Comm:
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Return (result, None) or (None, error)."""
     try:
         return work(), None
     except Exception as error:  # noqa: BLE001 - re-raised on every rank

@@ -28,6 +28,7 @@ STEP = "step"
 
 
 def _is_output(folder: str) -> bool:
+    """Return True if a folder is an atomic checkpoint, ours or upstream's."""
     marks = (MANIFEST, OPTIMIZER_STATE)
     return is_folder(os.path.join(folder, ZERO)) and any(exists(os.path.join(folder, m)) for m in marks)
 

@@ -234,6 +234,7 @@ class Target(ABC):
         return shape[1:] if name in self.places else shape
 
     def owned_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes (:meth:`shape_of`) of the parameters owned by the optimizer."""
         return {name: self.shape_of(name) for name in self.params if name in self.owned}
 
     def group_members(self) -> dict[int, tuple[str, ...]]:
@@ -365,10 +366,12 @@ class Target(ABC):
                 yield text
 
     def commit(self) -> None:
+        """Finish the fill of the buffers."""
         for extension in self.extensions:
             extension.commit()
 
     def discard(self) -> None:
+        """Release the resources of a load, also after an error."""
         for extension in self.extensions:
             extension.discard()
 

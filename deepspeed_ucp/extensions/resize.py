@@ -46,6 +46,7 @@ class ResizedRows(Extension):
     """The user's ``resize`` rules."""
 
     def adapt(self, adaptation: Adaptation) -> None:
+        """Log rules that match no parameter."""
         names = list_names(adaptation.index)
         resizes = chain.from_iterable(rule_set.resizes for rule_set in adaptation.rules if rule_set.reported)
         idle = [resize.match for resize in resizes if not any(map(resize.fits, names))]

@@ -46,6 +46,7 @@ class SubGroup:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of a rank's partition."""
         return self.numel * ITEMSIZE[self.dtype]
 
 

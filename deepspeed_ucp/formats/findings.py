@@ -72,6 +72,7 @@ class Finding:
 
     @property
     def warning(self) -> bool:
+        """Whether the checkpoint can be loaded despite this finding."""
         return self.severity != FAULT
 
 

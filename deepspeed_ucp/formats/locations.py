@@ -71,6 +71,7 @@ class FileTable:
 
     @classmethod
     def of(cls, folder: str, entries: Entries) -> FileTable:
+        """Return a table of one folder that every rank sees."""
         return cls((folder,), entries, (entries,))
 
     @property
@@ -79,6 +80,7 @@ class FileTable:
 
     @property
     def sizes(self) -> dict[str, int]:
+        """Bytes of each file; ``FOLDER`` for a folder."""
         return {name: entry.size for name, entry in self.entries.items()}
 
     def choose(self, keep: Callable[[str], bool]) -> FileTable:
@@ -125,6 +127,7 @@ class FileTable:
         return self._failover.read(paths, lambda path: work(folders[path]), first)
 
     def find_access(self, names: Sequence[str]) -> ReadAccess:
+        """Return the ranks that can read each of some files."""
         if not self.access.is_partial:
             return self.access
         numbers = {name: number for number, name in enumerate(self.entries)}
@@ -419,6 +422,7 @@ def _list_same(copies: Sequence[Copy], sums: Mapping[Copy, int | None]) -> list[
 
 
 def _refuse_different(copies: Mapping[str, Sequence[Copy]], same: Mapping[str, Sequence[Copy]]) -> None:
+    """Refuse different files under one name on several machines."""
     for name, file_copies in copies.items():
         home, wanted = file_copies[0], _list_wanted(file_copies)
         others = [copy for copy in wanted if copy.place == home.place and copy not in same[name]]

@@ -123,6 +123,7 @@ class Buffer:
         return memory
 
     def commit(self) -> None:
+        """If the memory is separate, copy it to the tensor and free it."""
         if self._memory is not None and self.is_separate:
             self.tensor.copy_(self._memory.view(self.tensor.shape))
             self._memory = self._bytes = None

@@ -292,6 +292,7 @@ def _leaves_files(index: AtomicIndex, target: Target) -> bool:
 
 
 def _has_saved_degrees(index: AtomicIndex, target: Target) -> bool:
+    """Return True if the state files' writers had these TP and PP degrees."""
     return (target.place.tp, target.place.pp) == index.written_degrees
 
 

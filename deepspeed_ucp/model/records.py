@@ -32,6 +32,7 @@ class FileRef:
 
     @property
     def copies(self) -> tuple[str, ...]:
+        """Its paths in reading order; at least one."""
         return self.places or (self.path,)
 
 
@@ -60,6 +61,7 @@ class Records:
 
     @classmethod
     def of(cls, rows: Iterable[tuple[int, int, int, int | None]]) -> Records:
+        """Make the columns from rows (file, offset, nbytes, crc)."""
         columns = cls()
         for file, offset, nbytes, crc in rows:
             columns.append(file, Record(offset, nbytes, crc))

@@ -257,6 +257,7 @@ class PartitionedState:
                 yield self._locate(part, cut)
 
     def list_records(self) -> Iterable[tuple[int, int]]:
+        """Yield (part, record) of all parts."""
         return ((part, record) for part, record in enumerate(self.records) if record >= 0)
 
     @cached_property
@@ -264,6 +265,7 @@ class PartitionedState:
         return {name: place for place, name in enumerate(self.buffer.names)}
 
     def list_part(self, part: int) -> Iterable[tuple[int, Fragment]]:
+        """Yield (place of the parameter, fragment) of the fragments in a part."""
         return ((self._places[cut.name], self._locate(part, cut)) for cut in self.buffer.cuts(part))
 
     def _locate(self, part: int, cut: Cut) -> Fragment:
@@ -319,6 +321,7 @@ class Atom:
 
     @classmethod
     def of(cls, name: str, state: str, shards: Iterable[tuple[Shape, Fragments]], instance: int = 0) -> Atom:
+        """Make an atom of shards, each a local shape and its fragments."""
         made = tuple(ParamStorage(number, shape, 0, {state: part}) for number, (shape, part) in enumerate(shards))
         return cls(name, state, made[0].states[state].dtype, made, instance)
 
@@ -371,6 +374,7 @@ class Atoms(Mapping[AtomKey, Atom]):
         return cls(storages, module)
 
     def find_states(self, param: ParamKey) -> dict[str, str]:
+        """Return the dtypes of a parameter's states by state name."""
         shards = self.storages.get(param, ())
         return {state: storage.dtype for shard in shards for state, storage in shard.states.items()}
 
@@ -382,6 +386,7 @@ class Atoms(Mapping[AtomKey, Atom]):
         return list(_list_states(chain.from_iterable(self.storages.values())))
 
     def list_names(self, states: Collection[str]) -> set[str]:
+        """Return the names of the parameters that have one of these states."""
         wanted = frozenset(states)
         return {
             param.name

@@ -67,10 +67,12 @@ class EngineBuffer:
 
     @property
     def name(self) -> str:
+        """Name of the first parameter."""
         return self.buffer.names[0]
 
     @property
     def shape(self) -> Shape:
+        """Unpartitioned shape of the first parameter."""
         return self.buffer.shapes[0]
 
     def find_state_layout(self, state: str) -> tuple[FlatBuffer, int]:

@@ -92,9 +92,11 @@ class Wrapper:
 
     @property
     def is_flat(self) -> bool:
+        """True if every rank has one buffer for a whole param group."""
         return self.form is Form.FLAT
 
     def saved(self, state: Collection[Any]) -> bool:
+        """Return True if the wrapper saved this optimizer state dict."""
         return bool(self.keys) and all(key in state for key in self.keys)
 
     @property

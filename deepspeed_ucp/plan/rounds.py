@@ -371,6 +371,7 @@ class LoadPlan:
         return len(self.rounds[0].served) if self.rounds else 0
 
     def count_exchanges(self, round_bytes: int) -> list[int]:
+        """Count the exchanges of each round for this rank."""
         return [round_.count_exchanges(round_bytes, self.same_node) for round_ in self.rounds]
 
     def align(self, counts: Sequence[Sequence[int]]) -> LoadPlan:

@@ -174,6 +174,7 @@ def find_mark(destination: str, tag: str) -> str:
 
 
 def _make_mark(folder: str, entries: Mapping[str, Entry]) -> str:
+    """Return the mark of a sealed folder with these files."""
     described = [read_seal(os.path.join(folder, SEAL)).digest, sorted(_fingerprint_files(entries).items())]
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()
 

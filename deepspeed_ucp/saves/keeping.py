@@ -132,6 +132,7 @@ def _is_needed(folder: str, marker: str, *, coming: bool = False) -> bool:
 
 
 def _find_step(folder: str, marker: str) -> int | None:
+    """Return the step of the complete save in a folder, or None."""
     try:
         named = os.path.join(folder, read_tag(os.path.join(folder, LATEST)))
         is_there = os.path.isdir(named) and os.path.exists(os.path.join(folder, marker))

@@ -270,6 +270,7 @@ class Job:
                 os.rename(os.path.join(self.spare, tag, os.path.basename(path)), path)
 
     def drop_spare(self) -> None:
+        """Delete the files that are kept for the next save to overwrite."""
         delete_own(self.spare)
 
     def holds_none(self) -> bool:

@@ -109,6 +109,7 @@ class SaveWriter:
         return 1 if list_late(self.job.list_saves()) else 0
 
     def list_writers(self) -> list[DestinationWriter]:
+        """Return the writers of the destinations that lack saves."""
         with self.lock:
             late = list_late(self.job.list_saves())
             self._writers |= {folder: DestinationWriter(self, folder) for folder in late if folder not in self._writers}

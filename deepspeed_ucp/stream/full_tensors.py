@@ -41,6 +41,7 @@ class FullTensor:
 
     @property
     def dtype(self) -> str:
+        """Stored element type."""
         return self.atom.dtype
 
     @property
@@ -49,10 +50,12 @@ class FullTensor:
 
     @property
     def numel(self) -> int:
+        """Number of elements of the logical tensor."""
         return count(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the logical tensor."""
         return self.numel * self.itemsize
 
     @property

@@ -289,6 +289,7 @@ class ShardNC(Pattern):
         return _spread_dim(shape, self.dim, degree, self.blocks)
 
     def _measure(self, locals_: Sequence[int], dim: int) -> list[list[int]]:
+        """Return the width of every part on every rank."""
         if self.widths is not None and len(self.widths[0]) == len(locals_):
             if [sum(rank) for rank in zip(*self.widths, strict=True)] != list(locals_):
                 raise MismatchError(f"widths {list(self.widths)} do not sum to the shards' widths {list(locals_)}")

@@ -394,6 +394,7 @@ def _settle_overlap(layout: Layout) -> Layout:
 
 
 def _find_cut_axis(layout: Layout) -> int | None:
+    """Return the only axis along which the shards differ, or None."""
     cut = [axis for axis in range(len(layout.view)) if len({shard[axis] for shard in layout.shards}) > 1]
     return cut[0] if len(cut) == 1 else None
 

@@ -281,6 +281,7 @@ class RuleSet:
                 raise MismatchError(f"{self.name} contradicts the checkpoint ({entry['when']}): {entry['reason']}")
 
     def find_unused(self, names: Iterable[str]) -> list[str]:
+        """Describe the rules that match none of the names."""
         names = list(names)
         idle = [rule.text for rule in self.rules if not any(rule.match(name) for name in names)]
         if self.reported:

@@ -122,6 +122,7 @@ def assert_resume_equivalent(
 
 
 def _compare_losses(reference: Sequence[float], resumed: Sequence[float], tolerance: float) -> float:
+    """Return the largest relative gap."""
     gaps = [abs(want - got) / max(abs(want), 1e-12) for want, got in zip(reference, resumed, strict=True)]
     for step, gap in enumerate(gaps):
         if not gap <= tolerance:  # also refuses NaN

@@ -184,6 +184,7 @@ class Pickled(pickle._Unpickler):
         self.root, self.end = self.stack.pop(), self.stream.tell()
 
     def refuse(self, code: bytes) -> None:
+        """Raise the error for an instruction that is not in :data:`_INSTRUCTIONS`."""
         if not code:
             raise EOFError
         if code not in _NAMES:
@@ -352,6 +353,7 @@ class Pickled(pickle._Unpickler):
                 self.plain.add(id(changed.parts[0]))
 
     def _edit(self, changed: Any, op: bytes, operands: list[Any]) -> None:
+        """Record a change of an object made by a call."""
         made = _find_made(changed)
         maker, gives = made.parts[0], op == pickle.BUILD
         named = type(maker) is Global
@@ -502,6 +504,7 @@ def _view_subclass(parts: list[Any]) -> TensorRef | None:
 
 
 def _remake(value: Any, parts: list[Any]) -> TensorRef | None:
+    """Return the same tensor as made by another call."""
     return replace(value, made=PickledObject(pickle.REDUCE, parts)) if isinstance(value, TensorRef) else None
 
 

@@ -72,6 +72,7 @@ class _Entry:
         return self.nbytes >= _ZIP64_LIMIT
 
     def local(self, align: int = ALIGNMENT) -> bytes:
+        """Return the local header, padded to start the bytes at a multiple of ``align``."""
         name, extra, size = self.name.encode(), b"", 0
         if self.wide:
             extra, size = struct.pack("<2H2Q", 1, 16, 0, 0), _IN_ZIP64

@@ -40,6 +40,7 @@ class BatchSizes:
 
     @property
     def total(self) -> int:
+        """Samples of a step."""
         return self.micro * self.accumulation * self.ranks
 
     def is_kept(self, folder: str, job: SavedJob, config: UniversalConfig) -> bool:

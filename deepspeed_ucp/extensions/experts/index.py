@@ -33,6 +33,7 @@ class IndexedExperts(Extension):
     """An index or a model with parameters that are named like experts."""
 
     def adapt(self, adaptation: Adaptation) -> None:
+        """Put a layer's experts into the live model's form."""
         live = adaptation.view.shapes
         if not live.keys() <= list_names(adaptation.index):
             adaptation.index = _convert(adaptation.index, live)

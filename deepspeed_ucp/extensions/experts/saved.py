@@ -249,6 +249,7 @@ class SavedExperts(ExpertFiles, SaveExtension):
         return ties
 
     def add_tensors(self, builder: Builder, optimized: set[str], tied: Collection[str]) -> None:
+        """Add the tensors of the experts' files; tensor-parallel ranks may share experts."""
         save, over_tp = builder.save, self.is_over_tp(builder.save)
         seen: dict[str, Piece] = {}
         ranks = {mp: SavedRank(mp // save.tp, mp % save.tp) for *_, mp in self.files}
@@ -288,6 +289,7 @@ class SavedExperts(ExpertFiles, SaveExtension):
             )
 
     def _count_fused(self, save: Save, atoms: Iterable[AtomKey]) -> dict[str, int]:
+        """Return AutoEP's fused parameters → number of experts in each."""
         counts = {
             strip_compiled(layer): sum(map(len, numbers))
             for layer, numbers in save.model(0).facts.get("placements", {}).items()
@@ -344,6 +346,7 @@ def _share_experts(save: Save, counts: Mapping[str, int], totals: Mapping[str, i
 
 
 def _are_same(pieces: Mapping[str, Piece], saved: Mapping[str, Sequence[Piece]]) -> bool:
+    """Return True if each tensor has the bytes of a saved one of its name."""
     return all(
         any(are_alike((piece.contents, other.contents)) for other in saved.get(name, ()))
         for name, piece in pieces.items()

@@ -87,6 +87,7 @@ class SavedRank:
     _params: dict[str, ParamKey] = field(default_factory=dict)
 
     def find_tp_shard(self, name: str, tp_shards: int) -> tuple[int, int]:
+        """Return (number of the rank's shard of a parameter, number of shards)."""
         return (0, 1) if name in self.unsharded else (self.tp, tp_shards)
 
     def param(self, name: str) -> ParamKey:
@@ -144,6 +145,7 @@ def fill_param_shapes(save: Save) -> None:
 
 
 def _read_group(save: Save, mp: int, group: int) -> tuple[tuple[str, Shape], ...]:
+    """Return the parameters of a param group in flat order."""
     shards = save.shards[mp]
     for extension in save.extensions:
         shards = extension.list_group_files(save, mp, group) or shards
@@ -256,6 +258,7 @@ class Builder:
         return {name for rank in self.ranks for name in rank.shapes}
 
     def record(self, header: FileHeader, record: Record) -> int:
+        """Return the number of a file's record; new records are numbered."""
         file = self._file(header)
         number = self._record_ids.get((file, record))
         if number is None:
@@ -362,6 +365,7 @@ class Builder:
     def _find_parts(
         self, rank: SavedRank, name: str, state: str, shape: Shape, dtype: str, header: FileHeader
     ) -> list[Fragment]:
+        """Return a parameter's list of fragments for one state; create it if missing."""
         tp_shard, _ = rank.find_tp_shard(name, self.tp)
         for storage in self._storages.get(rank.param(name), ()):
             known = storage.states.get(state)

@@ -128,6 +128,7 @@ class OptimHeader:
         return find_wrapper(self.kind)
 
     def list_pieces(self) -> list[Piece]:
+        """List the masters, then the states of each tensor."""
         states = (piece for tensor in self.tensors for piece in (*tensor.states.values(), *tensor.zero_dim.values()))
         return [*self.masters, *states]
 
@@ -243,6 +244,7 @@ def _list_pieces(header: FileHeader) -> list[Piece]:
 
 
 def _number_pieces(header: FileHeader) -> bytes:
+    """Encode all pieces of a header as consecutive :data:`PIECE` items."""
     numbers = list[int]()
     for piece in _list_pieces(header):
         offset, nbytes, crc = piece.record
@@ -310,6 +312,7 @@ class HeaderTemplate:
         return self.header.require_optim()
 
     def list_states(self, tensor: int) -> range:
+        """Return the numbers of a tensor's pieces."""
         return range(self.starts[tensor], self.starts[tensor + 1])
 
     def make_piece(self, number: int, numbers: bytes) -> Piece:
@@ -473,14 +476,17 @@ class FileBatch:
 
     @cached_property
     def slices(self) -> list[tuple[Slices, ...]]:
+        """Slices of each group in each selected file."""
         return list(zip_longest(*(header.require_optim().slices for header in self.headers), fillvalue=()))
 
     @cached_property
     def paddings(self) -> list[tuple[int, ...]]:
+        """Elements of padding at the end of each group's partition in each selected file."""
         return list(zip(*(header.require_optim().paddings for header in self.headers), strict=True))
 
     @cached_property
     def rows(self) -> npt.NDArray[np.int64]:
+        """The selected files' rows in the table."""
         return np.array(self.files, np.int64)
 
     def make_piece(self, piece: int) -> Piece:

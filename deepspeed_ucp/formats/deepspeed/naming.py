@@ -67,6 +67,7 @@ class Naming:
     ep: int = 0
 
     def translate(self, save: Save) -> Naming:
+        """Return the naming with the files' names; ties get the name in the optimizer."""
         live = {strip_compiled(name) for group in self.live or () for name, _ in group}
         old = self.rename(_list_names(save), live) if live else {}
         old = {name: old.get(name, name) for name in {*live, *self.order}}
@@ -117,6 +118,7 @@ class NamedOptimizer:
 
     @property
     def names(self) -> list[str]:
+        """Names of all parameters, in saved order."""
         return [name for group in self.groups for name in group]
 
     def find_lost(self) -> set[str]:
@@ -373,6 +375,7 @@ class ModuleOrder:
         return _sort(names, places) != _sort(names, self.before)
 
     def _move(self, group: Sequence[tuple[str, bool]], names: list[str]) -> list[tuple[str, bool]]:
+        """Return a group with the parameters ``names`` in the saved order."""
         items = {strip_compiled(item[0]): item for item in group}
         moved = dict(zip(names, _sort(names, self.before), strict=True))
         return [items[moved.get(name, name)] for name in items]

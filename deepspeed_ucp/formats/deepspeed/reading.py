@@ -256,6 +256,7 @@ def _read_counters(file: TorchFile, tree: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _read_tensors(file: TorchFile, module: dict[Any, Any]) -> dict[str, Piece]:
+    """Return the tensors of a state_dict, nested or not, by names joined with dots."""
     if not isinstance(module, dict):
         raise TypeError("a module's state_dict is expected")
     return _strip((name, make_piece(file, value, name)) for name, value in _walk_tensors(module))
@@ -341,6 +342,7 @@ def read_inner(
 
 
 def _read_states(file: TorchFile, entries: dict[str, Any]) -> TensorStates:
+    """Sort one parameter's states into the kinds of :class:`.TensorStates`."""
     states, scalars, zero_dim, other, single = {}, {}, {}, {}, {}
     for name, value in entries.items():
         state = str(name).removesuffix("_offload_buffer")

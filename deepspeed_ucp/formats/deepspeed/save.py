@@ -86,6 +86,7 @@ class Save:
 
     @property
     def folder(self) -> str:
+        """Path of the save's folder in the first of its places."""
         return self.where.folder
 
     def name(self, role: str, *key: Any) -> str:
@@ -111,6 +112,7 @@ class Save:
 
     @property
     def headers(self) -> list[FileHeader]:
+        """All headers: model and optimizer states, layers, extensions' files, swap files."""
         by_key: list[Mapping[Any, FileHeader]] = [*self.layers, *self.further.values(), *self.swaps.values()]
         return [*chain(*self.models, *self.shards), *chain.from_iterable(files.values() for files in by_key)]
 
@@ -130,6 +132,7 @@ class Save:
 
     @property
     def first_models(self) -> list[ModelHeader]:
+        """Model headers of data-parallel rank 0, by model-parallel rank."""
         return [self.model(mp) for mp in range(len(self.models))]
 
     def count_accumulation_steps(self) -> int:
@@ -141,6 +144,7 @@ class Save:
         return sizes.get("train_batch_size", 0) // (micro * self.dp) or 1 if micro else 1
 
     def model(self, mp: int) -> ModelHeader:
+        """Return the model header of data-parallel rank 0 for a model-parallel rank."""
         return self.models[mp][0].require_model()
 
     def shard(self, stage: int, rank: int) -> FileHeader:
@@ -155,6 +159,7 @@ class Save:
         return optim
 
     def list_globals(self) -> dict[Use, str]:
+        """Map the classes and functions in the files' pickles to the first file's path."""
         paths: dict[Use, str] = {}
         for header in self.headers:
             for use in header.globals:

@@ -57,6 +57,7 @@ class Seal(BaseModel):
 
     @property
     def is_manifest(self) -> bool:
+        """Whether it is a conversion's manifest."""
         return self.version == OF_CONVERSIONS
 
     def dump(self) -> bytes:
@@ -67,6 +68,7 @@ class Seal(BaseModel):
 
 
 def _sum(data: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a seal without its digest."""
     text = json.dumps({key: value for key, value in data.items() if key != "digest"}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -67,6 +67,7 @@ class GroupShare:
 
     @cached_property
     def shapes(self) -> dict[str, Shape]:
+        """Shapes of the whole model's parameters."""
         return {strip_compiled(name): shape for shapes in self.parts.values() for name, shape in shapes.items()}
 
 
@@ -296,6 +297,7 @@ class _BufferAdder:
             )
 
     def _add_states(self, batch: FileBatch, swapped: Container[str]) -> None:
+        """Add the optimizer's states of files that have them in the same sizes."""
         shard = batch.headers[0]
         optim, template = shard.require_optim(), batch.template
         recorded = optim.tensors[self.index]
