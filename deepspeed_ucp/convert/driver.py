@@ -221,7 +221,13 @@ def _convert(work: _Conversion) -> None:
         if work.options.verify:
             nbytes += verify_reads(checks, work.index, comm, threads=report.workers)
             check_samples(work.index, [tensor.atom.key for tensor in work.full.tensors.values()], comm)
-    _finish(work, written)
+    with report.phase("finish"):
+        crcs = comm.run(lambda: _close_files(work, written))
+        states, nbytes_written = comm.once(lambda: _write_states(work))
+    with report.phase("sync"):
+        comm.run(work.staging.sync)
+    with report.phase("commit"):
+        report.bytes_written = nbytes_written + comm.once(lambda: _commit(work, crcs, states))
     report.bytes_read = sum(comm.gather(nbytes))
     report.tensors, report.state_bytes = len(work.files), sum(file.atom.nbytes for file in work.files)
 
@@ -298,18 +304,6 @@ def write_share(work: _Conversion, batches: Sequence[Batch], checks: list[Checke
             pass
         raise
     return [written for parts in done.values() for written in parts]
-
-
-def _finish(work: _Conversion, written: Sequence[Written]) -> None:
-    """Close files, write the small ones, and commit (collective)."""
-    comm, report = work.comm, work.report
-    with report.phase("finish"):
-        crcs = comm.run(lambda: _close_files(work, written))
-        states, nbytes = comm.once(lambda: _write_states(work))
-    with report.phase("sync"):
-        comm.run(work.staging.sync)
-    with report.phase("commit"):
-        report.bytes_written = nbytes + comm.once(lambda: _commit(work, crcs, states))
 
 
 def _close_files(work: _Conversion, written: Sequence[Written]) -> dict[int, int]:

@@ -56,17 +56,10 @@ def digest_view(index: AtomicIndex) -> str:
             fragments = shard.list_fragments(key.state)
             places = [(f.start, f.numel, *_find_place(index, f.record), f.offset) for f in fragments]
             digest.update(repr((shard.shape, places)).encode())
-    values = (
-        index.scalars,
-        index.aliases,
-        index.instances,
-        index.counters,
-        index.scaler,
-        index.clip_grad,
-    )
-    for mapping in values[:3]:
+    for mapping in (index.scalars, index.aliases, index.instances):
         digest.update(repr(sorted(mapping.items())).encode())
-    digest.update(repr((values[3:], [(group.members, keep_plain(group.hyper)) for group in index.groups])).encode())
+    values = index.counters, index.scaler, index.clip_grad
+    digest.update(repr((values, [(group.members, keep_plain(group.hyper)) for group in index.groups])).encode())
     return digest.hexdigest()
 
 

@@ -24,7 +24,6 @@ def read_json(path: str, *, most: int = MOST_BYTES, advice: str = _DAMAGED, stri
     """Read a JSON object from a file or a store.
 
     Args:
-        path: the file, or its URL.
         most: size limit in bytes.
         advice: the remedy that errors end with.
         strict: also refuse repeated keys, NaN and infinities.

@@ -138,7 +138,6 @@ class ScratchPool:
     """Pool of scratch memory that threads reuse, since a first touch is slow.
 
     Args:
-        allocate: as for :class:`Scratch`.
         record: called when memory is returned; returns the event of background work that still reads it, or None.
         most: maximum number of pieces to allocate rather than wait for an event.
     """
@@ -268,7 +267,6 @@ def share_memory(nbytes: int, rank: int, gather: Callable[[Any], list[Any]]) -> 
 
     Args:
         nbytes: size of each rank's memory, the same on all ranks.
-        rank: this rank.
         gather: returns a value of every rank, in rank order.
 
     Returns:
@@ -304,26 +302,21 @@ def share_memory(nbytes: int, rank: int, gather: Callable[[Any], list[Any]]) -> 
 
 def _make(nbytes: int, token: bytes) -> tuple[int, memoryview | None]:
     """Return (file descriptor, memory): -1 without ``memfd``, None if memory is full."""
+    fd = -1
     try:
-        return _make_file(nbytes, token)
+        fd = os.memfd_create("deepspeed_ucp", os.MFD_CLOEXEC)
+        os.ftruncate(fd, _FRONT + nbytes)
+        memory = memoryview(mmap.mmap(fd, _FRONT + nbytes))
     except (AttributeError, OSError):
-        pass
+        if fd >= 0:
+            os.close(fd)
+    else:
+        memory[:_TOKEN] = token
+        return fd, memory[_FRONT:]
     try:
         return -1, memoryview(mmap.mmap(-1, max(nbytes, 1)))[:nbytes]
     except OSError:
         return -1, None
-
-
-def _make_file(nbytes: int, token: bytes) -> tuple[int, memoryview]:
-    fd = os.memfd_create("deepspeed_ucp", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(fd, _FRONT + nbytes)
-        memory = memoryview(mmap.mmap(fd, _FRONT + nbytes))
-    except OSError:
-        os.close(fd)
-        raise
-    memory[:_TOKEN] = token
-    return fd, memory[_FRONT:]
 
 
 def _map(path: str, token: bytes, nbytes: int) -> memoryview | None:

@@ -58,8 +58,6 @@ def scan_files(
     """Compute the CRC32 of files' ranges; read errors are returned, not raised.
 
     Args:
-        files: in reading order.
-        threads: number of pieces that are read at once.
         window: bytes of memory for all threads together.
         progress: called with the bytes of each piece, by any thread.
     """

@@ -51,7 +51,12 @@ def hold_lock(path: str, purpose: str) -> Iterator[None]:
 
 def _acquire(path: str, purpose: str) -> int:
     while True:
-        fd, is_new = _open(path)
+        flags, is_new = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, True
+        with explain_full(path):
+            try:
+                fd = os.open(path, flags | os.O_EXCL, 0o666)
+            except FileExistsError:
+                fd, is_new = os.open(path, flags, 0o666), False
         try:
             _take(fd, is_new, path, purpose)
         except BaseException:
@@ -61,16 +66,6 @@ def _acquire(path: str, purpose: str) -> int:
         if is_still_at(fd, path):
             return fd
         os.close(fd)
-
-
-def _open(path: str) -> tuple[int, bool]:
-    """Open the lock file; return its descriptor, and True if this process created it."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-    with explain_full(path):
-        try:
-            return os.open(path, flags | os.O_EXCL, 0o666), True
-        except FileExistsError:
-            return os.open(path, flags, 0o666), False
 
 
 def _take(fd: int, is_new: bool, path: str, purpose: str) -> None:

@@ -62,16 +62,12 @@ class WebStore(ObjectStore):
         links = _Links(quote(f"{folder}/", safe=":/%"))
         links.feed(body.decode("utf-8", "replace"))
         names = sorted(links.names)
-        entries_found = map_threads(lambda name: self._look(folder, name), names, _AT_ONCE)
-        entries = {name.rstrip("/"): entry for name, entry in zip(names, entries_found, strict=True)}
+        entries = {name.rstrip("/"): Entry(FOLDER, 0.0) for name in names if name.endswith("/")}
+        files = [name for name in names if not name.endswith("/")]
+        found = map_threads(lambda name: self.find_entry(f"{folder}/{name}"), files, _AT_ONCE)
+        entries |= {name: entry or Entry(0, 0.0) for name, entry in zip(files, found, strict=True)}  # 0: a broken link
         self.note_listed(folder, entries)
         return entries
-
-    def _look(self, folder: str, name: str) -> Entry:
-        """Return the entry of a listed name; a broken link has size 0."""
-        if name.endswith("/"):
-            return Entry(FOLDER, 0.0)
-        return self.find_entry(f"{folder}/{name}") or Entry(0, 0.0)
 
     def list_tree(self, folder: str, depth: int = 0) -> dict[str, Entry]:
         if depth > _DEEPEST:

@@ -106,11 +106,12 @@ def _find(root: str, load_dir: str, tag: Any, comm: Comm, also: Sequence[str], *
     def list_local() -> list[_Marked]:
         # Other running jobs are skipped: their next save overwrites this memory.
         jobs = [job for job in list_jobs(root) if job.is_own() or not job.is_owned()] if is_owner else []
-        saves = [
-            save for job in jobs for save in [*job.list_copies(), *job.list_saves()] if wanted in list_load_dirs(save)
+        saves = [save for job in jobs for save in [*job.list_copies(), *job.list_saves()]]
+        return [
+            (replace(save, folder=os.path.relpath(save.folder, root)), save.read("done"))
+            for save in saves
+            if wanted in list_load_dirs(save) and (save.latest if tag is None else save.tag == tag)
         ]
-        saves = [save for save in saves if (save.latest if tag is None else save.tag == tag)]
-        return [(replace(save, folder=os.path.relpath(save.folder, root)), save.read("done")) for save in saves]
 
     nodes, marked = defaultdict[tuple[str, int], set[int]](set), dict[tuple[str, int], _Marked]()
     listed = comm.each(list_local)
@@ -229,36 +230,25 @@ def list_in_memory(root: str, folder: str | None = None) -> list[HeldSave]:
         folder: only saves to this folder, to its direct subfolders, or with this tag folder; None for all.
     """
     parts = defaultdict[tuple[str, tuple[str, int]], list[SavePart]](list)
-    jobs, wanted, taken = list_jobs(root), None if folder is None else locate(folder), dict[str, Found | None]()
+    jobs, wanted, taken = list_jobs(root), None if folder is None else locate(folder), dict[str, str]()
     for save in (save for job in jobs for save in [*job.list_saves(), *job.list_copies()]):
-        load_dir = save.save_dir if wanted is None else _find_load_dir(save, wanted)
-        if load_dir is not None:
-            parts[load_dir, save.key].append(save)
+        for load_dir in [save.save_dir] if wanted is None else list_load_dirs(save):
+            if wanted in (None, load_dir, os.path.dirname(load_dir), f"{load_dir}/{save.tag}"):
+                parts[load_dir, save.key].append(save)
+                break
     for (load_dir, _), saves in parts.items():
         searched = load_dir if wanted is None or wanted == os.path.dirname(load_dir) else wanted
         also = [destination for save in saves for destination in save.destinations]
-        taken[load_dir] = search_memory(root, searched, None, Comm(), also=also)
-    running = {job.name for job in jobs if job.is_owned()}
-    return [
-        HeldSave(
-            tuple(sorted(saves, key=lambda part: part.node)),
-            load_dir,
-            is_running=name in running,
-            is_taken=(newest := taken[load_dir]) is not None
-            and newest.folder == Job(os.path.join(root, name)).find_folder(number),
-        )
-        for (load_dir, (name, number)), saves in parts.items()
-    ]
+        newest = search_memory(root, searched, None, Comm(), also=also)
+        taken[load_dir] = newest.folder if newest is not None else ""
+    running, held = {job.name for job in jobs if job.is_owned()}, list[HeldSave]()
+    for (load_dir, (name, number)), saves in parts.items():
+        is_taken = taken[load_dir] == Job(os.path.join(root, name)).find_folder(number)
+        ordered = tuple(sorted(saves, key=lambda part: part.node))
+        held.append(HeldSave(ordered, load_dir, is_running=name in running, is_taken=is_taken))
+    return held
 
 
 def list_load_dirs(save: SavePart) -> list[str]:
     """Return the folders in which a load finds a save: the script's and destinations."""
     return list(dict.fromkeys([save.save_dir, *save.destinations]))
-
-
-def _find_load_dir(save: SavePart, folder: str) -> str | None:
-    """Return the load folder of a save that is, lies in, or has as a tag the folder."""
-    for candidate in list_load_dirs(save):
-        if folder in (candidate, os.path.dirname(candidate), f"{candidate}/{save.tag}"):
-            return candidate
-    return None
