@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -215,17 +213,3 @@ def test_a_second_follow_restores_a_replaced_handler(engine: Engine) -> None:
     signal.raise_signal(signal.SIGTERM)
     with pytest.raises(SystemExit):
         preemption.save_if_signaled(engine)
-
-
-@pytest.mark.usefixtures("engine")
-def test_sigterm_ends_a_forked_process() -> None:
-    """Otherwise ``Process.terminate`` and the end of a pool would never return."""
-    context = multiprocessing.get_context("fork")
-    begun = context.Event()
-    child = context.Process(target=lambda: (begun.set(), time.sleep(600)))
-    child.start()
-    assert begun.wait(120)  # any process loses a signal during its fork
-    child.terminate()
-    child.join(120)
-    assert child.exitcode == -signal.SIGTERM
-    assert not preemption._arrived[signal.SIGTERM]

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
-import signal
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -121,26 +118,6 @@ def test_the_same_command_succeeds_after_a_failure_at_any_call(
     assert len(errors) > len(chosen) / 2 or failure != "full"
     assert all("disk full" in each for each in errors)
     assert read_bytes(source) == before
-
-
-def test_a_conversion_with_many_workers_completes_after_kills_at_any_time(
-    source: Path, place: Callable[[object], Path], expected: Any
-) -> None:
-    """Each attempt is killed slightly later, until one completes."""
-    root, delays = place("root"), random.Random(0)
-    for attempt in range(200):
-        child = os.fork()
-        if not child:
-            convert(root, workers=8)
-            os._exit(0)
-        time.sleep(0.005 * stride(4) * attempt * delays.random())
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        check_half_way(root, expected)
-        if (root / DST).exists():
-            break
-    convert(root, workers=8)
-    check_done(root, source, expected)
 
 
 def test_the_folder_of_a_killed_attempt_is_removed_if_the_output_is_reused(

@@ -8,19 +8,15 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from deepspeed_ucp.cli import main
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert.states import MODEL_STATES_ZERO3, OPTIMIZER_STATE, write_states
 from deepspeed_ucp.errors import CheckpointError, StorageError
@@ -28,7 +24,6 @@ from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.formats.universal.index import STATE_FILE
 from deepspeed_ucp.torchsave.torchfile import read_header
-from tests.support import fsdp_run
 from tests.support.damage import flip
 from tests.synth import Layer, Model, Param, Run, Topology, build_files, random_state, write_checkpoint, write_files
 from tests.torchsave.inputs import assert_same
@@ -283,16 +278,3 @@ def test_a_source_without_optimizer_states_is_converted(tmp_path):
     written = rewrite_optimizer(tmp_path / "src", tmp_path)
     assert written["optimizer_state_dict"]["state"] == {0: {}}
     assert written["ds_version"]
-
-
-def test_a_conversion_distinguishes_no_buffers_either(tmp_path: Path, capsys: Any) -> None:
-    model, optimizer = fsdp_run.build()
-    fsdp_run.train(model, optimizer, range(1))
-    weights, optim = get_state_dict(model, optimizer)
-    dcp.save({"model": {**weights, "mean": torch.ones(3)}, "optim": optim}, checkpoint_id=tmp_path / "it", no_dist=True)
-    assert main(["convert", str(tmp_path / "it"), str(tmp_path / "atomic")]) == 0
-    for name in map(str, (tmp_path / "it", tmp_path / "atomic")):
-        assert main(["inspect", name, "--param", "mean"]) == 0
-        assert "frozen" not in capsys.readouterr().out
-        assert main(["export", name, str(tmp_path / "out"), "--exclude-frozen-parameters"]) == 2
-        assert "torch.distributed.checkpoint does not record which tensors are frozen" in capsys.readouterr().err

@@ -21,12 +21,8 @@ def test_network_storage_has_more_readers(kind: str, far: int, monkeypatch: pyte
     assert (choose_map("/folder") is map) == (not far)
 
 
-def test_stores_are_farthest() -> None:
-    assert measure_distance("s3://bucket/run") == 2
-    assert count_readers("s3://bucket/run") >= 16
-
-
 def test_kinds_of_file_systems() -> None:
+    assert measure_distance("s3://bucket/run") == 2
     assert find_kind("/proc") == NETWORK  # an unknown kind
     assert find_kind("/dev/shm") == MEMORY
     assert find_kind("/nowhere") == ""

@@ -7,10 +7,9 @@ import errno
 import mmap
 import os
 import random
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,7 +18,7 @@ from isal import isal_zlib
 from deepspeed_ucp.errors import CheckpointError, OutOfReachError
 from deepspeed_ucp.io import direct, memory, store
 from deepspeed_ucp.io.memory import Scratch
-from deepspeed_ucp.io.read import Checked, RecordReader, sum_range
+from deepspeed_ucp.io.read import Checked, MemorySink, RecordReader, sum_range
 from deepspeed_ucp.io.store import StoredFile
 from deepspeed_ucp.model.records import CopyItem, FileRef, Read, Records
 from deepspeed_ucp.torchsave.torchfile import list_records
@@ -29,19 +28,15 @@ from tests.support.reads import item, read_of
 DATA = random.Random(0).randbytes(4000)
 
 
-class Bytes:
+class Bytes(MemorySink):
     """A sink of bytes. If ``staged``, it has no memory to read into directly."""
 
     def __init__(self, size: int, *, staged: bool = False) -> None:
         self.data, self.staged = bytearray(size), staged
+        super().__init__(memoryview(self.data))
 
     def view(self, position: int, nbytes: int) -> memoryview | None:
-        return None if self.staged else memoryview(self.data)[position : position + nbytes]
-
-    def store(self, item: CopyItem, data: memoryview) -> None:
-        for row in range(item.count):
-            low = item.position + row * (item.stride or item.run)
-            self.data[low : low + item.run] = data[row * item.run : (row + 1) * item.run]
+        return None if self.staged else super().view(position, nbytes)
 
 
 @pytest.fixture
@@ -271,44 +266,31 @@ def test_mincore_is_called_for_whole_pages(monkeypatch: pytest.MonkeyPatch) -> N
     assert not direct.is_cached(0, (64 << 10) + 4096, 512 << 10)
 
 
-def drop(file: BinaryIO) -> None:
-    """Let the page cache drop a file of 64 pages."""
-    os.fsync(file.fileno())
-    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    if direct.is_cached(file.fileno(), 0, 64 << 12):
-        pytest.skip("this file system keeps what it is told to drop")
-
-
 def test_is_cached_checks_all_pages_of_a_range(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(bytes(64 << 12))
     with open(path, "rb") as file:
         assert direct.is_cached(file.fileno(), 5, (64 << 12) - 5)
-        drop(file)
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if direct.is_cached(file.fileno(), 0, 64 << 12):
+            pytest.skip("this file system keeps what it is told to drop")
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         os.pread(file.fileno(), 40 << 12, 0)
         assert direct.is_cached(file.fileno(), 0, 40 << 12)
         assert not direct.is_cached(file.fileno(), 41 << 12, 20 << 12)
 
 
-def test_small_reads_disable_a_long_readahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "x"
-    path.write_bytes(bytes(64 << 12))
-
-    def reads_ahead(*, passes: bool) -> bool:
-        """Return True if the cache holds, now or soon, the bytes that follow consecutive small reads."""
-        monkeypatch.setattr(store, "is_worth_passing", lambda fd: passes)
-        with open(path, "rb") as file:
-            drop(file)
-            with StoredFile(str(path)) as stored:
-                for number in range(3):
-                    stored.read([memoryview(bytearray(100))], number << 12)
-            looks = range(20 if passes else 500)
-            return any(direct.is_cached(file.fileno(), 3 << 12, 4 << 12) or time.sleep(0.01) for _ in looks)
-
-    if not reads_ahead(passes=False):
-        pytest.skip("this file system reads nothing ahead")
-    assert not reads_ahead(passes=True)
+@pytest.mark.parametrize("passes", [True, False])
+def test_small_reads_disable_a_long_readahead(passes: bool, file: FileRef, monkeypatch: pytest.MonkeyPatch) -> None:
+    advise = mock.Mock()
+    monkeypatch.setattr(store, "is_worth_passing", lambda _: passes)
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    for given, expected in ((os.POSIX_FADV_NORMAL, os.POSIX_FADV_RANDOM), (os.POSIX_FADV_SEQUENTIAL,) * 2):
+        with StoredFile(file.path, given) as stored:
+            is_advised = passes or given != os.POSIX_FADV_NORMAL
+            assert advise.call_args_list == [mock.call(stored._file.fileno(), 0, 0, expected)] * is_advised
+        advise.reset_mock()
 
 
 @pytest.mark.parametrize(

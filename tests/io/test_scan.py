@@ -66,13 +66,3 @@ def test_a_file_is_closed_after_its_last_piece(size: int, tmp_path: Path, monkey
     for stored in opened:
         names = [name for name, *_ in stored.method_calls]
         assert names.count("close") == 1 and names[-1] == "close" and len(names) > -(-size // 4096)
-
-
-def test_an_error_of_the_callback_ends_the_scan(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(DATA)
-
-    def fail(_: int) -> None:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        scan_files([ScanFile(str(tmp_path / "a"), len(DATA))] * 3, threads=2, progress=fail)

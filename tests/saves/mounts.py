@@ -1,4 +1,4 @@
-"""Saves into a memory that is full, mounted in a private mount namespace."""
+"""A save in a memory that is full, mounted in a private mount namespace."""
 
 from __future__ import annotations
 
@@ -8,26 +8,19 @@ import subprocess
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
-from deepspeed_ucp.saves.memory import SavePart, list_late
-from deepspeed_ucp.saves.saver import finish_saves
-from tests.saves.saving import find_writer, is_whole
-from tests.saves.training import Training, write_tag
+from deepspeed_ucp.saves.memory import SavePart
+from tests.convert.conversions import write_source
+from tests.saves.saving import TAG, Run
 from tests.support.crash import run_child
-from tests.support.until import wait_until
 
 _NEWNS, _NEWUSER = 0x00020000, 0x10000000
 
 
 def run_in_namespace(work: Callable[[], object]) -> None:
-    """Run work in a forked child with a private mount namespace; skip the test if the system does not allow it.
-
-    Raises:
-        AssertionError: the work raised an error.
-    """
+    """Run work in a forked child with a private mount namespace; skip the test if the system does not allow it."""
     mount = ["unshare", "--map-root-user", "--mount", "mount", "-t", "tmpfs", "x", "/mnt"]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("this system does not let a process mount file systems")
@@ -44,47 +37,22 @@ def run_in_namespace(work: Callable[[], object]) -> None:
     assert run_child(run) == 0
 
 
-def save_into_small_memory(folder: Path) -> None:
-    training = Training(folder)
-    memory, destination = training.memory, training.destination
+def write_from_full_memory(folder: Path) -> None:
+    """Write a save that is recorded and written while the memory is full; needs a mount namespace."""
+    memory = folder / "memory"
     memory.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "small", str(memory)], check=True)
-
-    def fill() -> None:
-        with suppress(OSError), open(memory / "ballast", "ab", buffering=0) as file:
-            while file.write(bytes(4096)):
-                pass
-        assert os.statvfs(memory).f_bavail == 0
-
-    def save_and_fill(tag: str) -> None:
-        """Save under a tag, with the memory full both before and after its record is written."""
-
-        def write(folder: str, tag: str) -> None:
-            write_tag(folder, tag)
-            fill()
-
-        def write_record(save: SavePart) -> None:
-            write_original(save)
-            fill()
-
-        write_original = SavePart.write_record
-        with mock.patch.object(SavePart, "write_record", write_record):
-            assert training.save(tag, write=write)
-
-    def is_running() -> bool:
-        with suppress(AssertionError):
-            return bool(find_writer(training.job))
-        return False
-
-    assert training.save("first")
-    finish_saves(training.engine, required=True)
-    wait_until(is_running)
-    save_and_fill("second")
-    wait_until(lambda: not list_late(training.job.list_saves()))
-    assert is_whole(str(destination / "second")) and (destination / "latest").read_text() == "second"
-    assert "not written" not in training.log
+    run = Run(folder)
+    run.job.reserve(1, 0)
+    write_source(Path(run.job.find_folder(1)))
+    with suppress(OSError), open(memory / "ballast", "ab", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    assert os.statvfs(memory).f_bavail == 0
+    destinations = {run.destination: None}
+    save = SavePart("job", 1, run.destination, TAG, 3, True, 0, 1, destinations, run.job.find_folder(1))
+    save.write_record()
+    assert run.write() and run.list_late() == [] and run.is_whole() and run.latest == TAG
     os.unlink(memory / "ballast")
-    assert training.save("third")
-    finish_saves(training.engine, required=True)
-    wait_until(lambda: list(training.job.read("written")[str(destination)]) == ["first", "second", "third"])
-    training.saver.close()
+    run.write_save(tag="next")
+    assert list(run.job.read("written")[run.destination]) == [TAG, "next"]

@@ -25,11 +25,7 @@ class KilledError(BaseException):
 
 
 class Stepper:
-    """Threads that run one at a time, from one request to the next.
-
-    Args:
-        works: function of each thread, by name.
-        check: called after each step.
+    """Threads that run one at a time, from one request to the next, with a check after each.
 
     Attributes:
         ended: by name how a thread ended, in the order of the ends.

@@ -22,14 +22,10 @@ from tests.support.crash import CALLS, Calls, list_calls, run_dying
 
 @dataclass
 class Case:
-    """A writer to kill.
+    """One attempt of a writer to kill, and the checks after the kill and after the next attempt.
 
     Attributes:
-        work: one attempt of the writer.
-        check_killed: called after the kill.
-        check_ended: called after the next attempt.
-        calls: functions before whose calls it is killed.
-        step: kill the writer at every call of this number.
+        calls: functions before whose calls it is killed, at every call of number ``step``.
     """
 
     work: Callable[[], object]

@@ -34,10 +34,6 @@ def other(run: Run, tmp_path: Path) -> Run:
     return Run(tmp_path, run.destination, memory="other", name="other")
 
 
-def list_basenames(folder: str) -> set[str]:
-    return {os.path.basename(name) for name in list_tree(folder)}
-
-
 def test_a_save_is_written_to_its_destination_and_overwritten(run: Run) -> None:
     """The cache of an atomic checkpoint that a load has left next to the tag in memory is not copied."""
     names = list[list[str]]()
@@ -60,7 +56,8 @@ def test_foreign_files_in_a_tag_are_kept(run: Run) -> None:
         write_small(f"{tag}/{name}", data)
     save = run.write_save(keep=1)
     names = {os.path.basename(name) for name in save.list_files()} | {"ucp_seal.json", "arguments.json", SCRIPT}
-    assert list_basenames(tag) | {SCRIPT} == names | ({"ucp_published.json"} if "://" in tag else set())
+    found = {os.path.basename(name) for name in list_tree(tag)}
+    assert found | {SCRIPT} == names | ({"ucp_published.json"} if "://" in tag else set())
     assert run.is_whole() and read_small(f"{tag}/below/mp_rank_00_model_states.pt") == b"another tag's"
     run.write_save(tag="next", keep=1)
     assert {name: read_small(f"{tag}/{name}") for name in list_tree(tag)} == kept

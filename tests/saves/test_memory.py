@@ -13,15 +13,14 @@ from unittest import mock
 
 import pytest
 
-from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.config import SaveOptions, SaveTier, UniversalConfig
+from deepspeed_ucp.config import SaveTier
 from deepspeed_ucp.errors import ConfigError, StorageError
 from deepspeed_ucp.io import disk
-from deepspeed_ucp.io.memory import identify_host
 from deepspeed_ucp.saves import memory
 from deepspeed_ucp.saves.launch import finish_dead
 from deepspeed_ucp.saves.memory import Job, find_root, list_jobs, list_owners, name_job
 from tests.saves.saving import CONFIG, TAG, Run
+from tests.support.ranks import run_ranks
 
 
 def test_a_record_is_written_after_its_files_and_removed_before_them(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,26 +97,20 @@ def test_a_job_is_owned_until_its_saving_process_ends(tmp_path: Path) -> None:
 
 
 def test_checking_a_jobs_lock_does_not_acquire_it(tmp_path: Path) -> None:
-    """The process may fork during the check."""
+    """A process that is forked during the check keeps the open file, like a copy of the descriptor."""
     (tmp_path / "owner").touch()
-    (goes_on, go), children, flock = os.pipe(), list[int](), fcntl.flock
+    copies, flock = list[int](), fcntl.flock
 
     def lock(file: Any, operation: int) -> None:
         flock(file, operation)
-        if not children:
-            children.append(os.fork())
-            if not children[0]:
-                os.close(go)
-                os.read(goes_on, 1)
-                os._exit(0)
+        copies.append(os.dup(file.fileno()))
 
     with mock.patch.object(fcntl, "flock", lock):
         assert not Job(str(tmp_path)).is_owned()
     with open(tmp_path / "owner") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.close(go)
-    os.waitpid(children[0], 0)
-    os.close(goes_on)
+    for fd in copies:
+        os.close(fd)
 
 
 def test_a_starting_job_does_not_count_as_dead(tmp_path: Path) -> None:
@@ -136,20 +129,9 @@ def test_a_starting_job_does_not_count_as_dead(tmp_path: Path) -> None:
 
 def test_the_first_of_the_ranks_that_share_memory_owns_it(tmp_path: Path) -> None:
     """Launchers may set local rank 0 on each rank, and nodes may be containers of one machine."""
-
-    class TwoRanks(Comm):
-        size, others = 2, tmp_path / "memory"
-
-        def gather(self, value: Any) -> list[Any]:
-            if self.others == tmp_path / "memory":
-                return [value, value]
-            found = os.stat(find_root(str(self.others)))
-            return [value, (self._pack((identify_host(), found.st_dev, found.st_ino)), None)]
-
-    config, comm = UniversalConfig(save=SaveOptions(memory=str(tmp_path / "memory"))), TwoRanks()
-    assert list_owners(config.save.memory, comm) == [0, 0]
-    comm.others = tmp_path / "container"
-    assert list_owners(config.save.memory, comm) == [0, 1]
+    for others, owners in ("memory", [0, 0]), ("container", [0, 1]):
+        folders = [str(tmp_path / "memory"), str(tmp_path / others)]
+        assert run_ranks(2, lambda rank, comm, folders=folders: list_owners(folders[rank], comm)) == [owners] * 2
 
 
 def test_memory_folders_expand_the_home_and_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

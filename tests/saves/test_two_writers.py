@@ -42,10 +42,6 @@ BEGIN = publishing.begin_writing
 class Bench:
     """Two writers of one tag in a fresh destination, and a reader that checks after each step.
 
-    Args:
-        saves: of two jobs, and of a third one.
-        destination: folder or URL of the tags.
-
     Attributes:
         published: names of the jobs whose save the reader found in the tag, in order.
         first: name of the job whose save the place has at the beginning, or "".

@@ -25,7 +25,7 @@ from deepspeed_ucp.saves.launch import start_writer
 from deepspeed_ucp.saves.memory import Job, SavePart, name_job
 from deepspeed_ucp.saves.writer import SaveWriter
 from tests.convert.conversions import read_bytes
-from tests.saves.mounts import run_in_namespace, save_into_small_memory
+from tests.saves.mounts import run_in_namespace, write_from_full_memory
 from tests.saves.saving import (
     CONFIG,
     PATIENCE,
@@ -182,7 +182,7 @@ def test_a_fault_that_cannot_be_recorded_does_not_delay_other_saves(note: str, e
 
 def test_a_full_memory_does_not_prevent_the_record_of_a_written_save(tmp_path: Path) -> None:
     """A save reserves room for its records when it begins, so the next save does not wait."""
-    run_in_namespace(lambda: save_into_small_memory(tmp_path))
+    run_in_namespace(lambda: write_from_full_memory(tmp_path))
 
 
 # -- the choice of saves to write and to keep in memory ----------------------------------------------------------------

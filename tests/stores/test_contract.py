@@ -13,7 +13,6 @@ import pytest
 
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.io import objects, paths, store
-from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.io.read import MemorySink, RecordReader
 from deepspeed_ucp.io.scan import ScanFile, scan_files
 from deepspeed_ucp.model.records import FileRef, Records
@@ -253,18 +252,6 @@ def test_an_object_that_is_replaced_between_two_reads_is_refused(stored: str) ->
             store.write_small(url, data)
             with pytest.raises(CheckpointError, match=r"has changed since its header was read.*Load again"):
                 file.read([into], 0)
-
-
-def test_entries_that_another_process_has_listed_are_used(stored: str) -> None:
-    store.write_small(f"{stored}/a", CONTENT)
-    listed = store.list_folder(stored)
-    objects._known.clear()
-    store.note_listed(stored, {"a": listed["a"], "below": Entry(paths.FOLDER, 0.0)})
-    assert objects._known == {f"{stored}/a": listed["a"]}
-    read_file(f"{stored}/a")
-    store.note_listed(stored, {"a": Entry(len(CONTENT), 0.0, "another")})
-    with pytest.raises(CheckpointError, match="has changed"):
-        read_file(f"{stored}/a")
 
 
 def test_markers_of_folders_are_not_listed_as_files(stored: str) -> None:

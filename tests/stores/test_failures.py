@@ -20,6 +20,7 @@ from tests.stores.server import BUCKET, Server, fail_first, serve_bucket, use_op
 from tests.support.contents import check_content
 from tests.support.conversion import convert_checkpoint
 from tests.support.covering import all_turns, params
+from tests.support.crash import run_child
 from tests.support.memory import put_folder
 from tests.support.reshard import load, make_targets, open_everywhere
 from tests.synth import Model, Param, State, Topology, random_state, write_checkpoint
@@ -280,19 +281,13 @@ def test_an_invalid_url_is_refused(home: Path) -> None:
 
 def test_a_store_in_a_forked_process_is_refused(server: Server) -> None:
     """It lacks obstore's threads and would wait forever."""
-    store.write_small(f"s3://{BUCKET}/forked", b"1")
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
+
+    def read_forked() -> None:
+        with pytest.raises(UcpError, match="does not survive a fork: start processes that use stores with `spawn`"):
             store.read_small(f"s3://{BUCKET}/forked")
-        except UcpError as error:
-            os.write(writer, str(error).encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    assert "does not survive a fork: start processes that use stores with `spawn`" in os.read(reader, 1000).decode()
-    os.waitpid(child, 0)
+
+    store.write_small(f"s3://{BUCKET}/forked", b"1")
+    assert run_child(read_forked) == 0
     assert store.read_small(f"s3://{BUCKET}/forked") == b"1"
 
 

@@ -113,13 +113,11 @@ def _make_tearing() -> dict[str, Callable[..., object]]:
 
 
 @contextmanager
-def failing(
-    at: int, *, names: tuple[str, ...] = ("pwrite", "pwritev", "write", "mkdir", "open"), code: int = errno.ENOSPC
-) -> Iterator[None]:
+def failing(at: int, *, code: int = errno.ENOSPC) -> Iterator[None]:
     """Context manager in which calls that need room fail from call number ``at`` on."""
 
     def act(number: int, name: str, _args: tuple[Any, ...]) -> None:
-        if number >= at and name in names:
+        if number >= at and name in ("pwrite", "pwritev", "write", "mkdir", "open"):
             raise OSError(code, os.strerror(code))
 
     with intercept(act):
