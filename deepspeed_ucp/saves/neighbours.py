@@ -146,13 +146,8 @@ def _describe_node(options: SaveOptions) -> _Node:
 
 def find_address(nodes: Sequence[_Node], node: int) -> str:
     """Return the address at which other nodes reach a node."""
-    if not _is_loopback(nodes[node].address):
-        return nodes[node].address
-    return next((described.master for described in nodes if not _is_loopback(described.master)), nodes[node].address)
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
+    addresses = [nodes[node].address, *(described.master for described in nodes)]
+    return next((each for each in addresses if not each.startswith("127.") and each != "::1"), addresses[0])
 
 
 def _listen(address: str) -> socket.socket:

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ucp.saves.memory import SavePart
+from deepspeed_ucp.saves.writer import SaveWriter
 from tests.convert.conversions import write_source
-from tests.saves.saving import TAG, Run
+from tests.saves.saving import PATIENCE, TAG, Run, write_pending
 from tests.support.crash import run_child
 
 _NEWNS, _NEWUSER = 0x00020000, 0x10000000
@@ -52,7 +53,9 @@ def write_from_full_memory(folder: Path) -> None:
     destinations = {run.destination: None}
     save = SavePart("job", 1, run.destination, TAG, 3, True, 0, 1, destinations, run.job.find_folder(1))
     save.write_record()
-    assert run.write() and run.list_late() == [] and run.is_whole() and run.latest == TAG
+    writer = SaveWriter(run.job, PATIENCE)
+    assert write_pending(writer) and run.list_late() == [] and run.is_whole() and run.latest == TAG
     os.unlink(memory / "ballast")
-    run.write_save(tag="next")
+    run.save(tag="next")
+    assert write_pending(writer)
     assert list(run.job.read("written")[run.destination]) == [TAG, "next"]
