@@ -74,7 +74,7 @@ def _configure_train_batch_size(original: Callable[..., Any], config: Any) -> No
 
 @cache
 def warn_untested(release: str) -> None:
-    """Warn once per process about an unsupported or broken release of DeepSpeed (``setup.cfg``)."""
+    """Warn once per process about an unsupported or broken release (``setup.cfg``)."""
     numbers = tuple(map(int, re.findall(r"\d+", release)[:3]))
     if not (0, 16, 0) <= numbers < (0, 20, 0):
         fault = "is not supported by deepspeed_ucp (0.16.0 to 0.19.x are): loads may fail or lose state"

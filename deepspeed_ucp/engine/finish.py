@@ -176,7 +176,7 @@ def _takes_clip(wrapped: Any) -> bool:
 
 
 def restore_scaling(wrapped: Any, index: AtomicIndex) -> None:
-    """Restore a dynamic loss scaler if both sides have one, and clipping (ZeRO 3 does not save it)."""
+    """Restore clipping (ZeRO 3 saves none), and a dynamic loss scaler that both have."""
     scaler, saved = _find_scaler(wrapped), index.scaler
     is_same = saved.get("dynamic") and not compare_scales(wrapped, saved)
     for key, value in saved.items() if is_same else ():

@@ -120,7 +120,7 @@ def list_ranks(save: Save, names: Sequence[Sequence[str]]) -> tuple[list[SavedRa
 
 
 def _find_empty(save: Save, mp: int, names: Collection[str]) -> dict[str, Shape]:
-    """Return the local shapes of a rank's tensors that have these names and no elements."""
+    """Return the local shapes of a rank's tensors with these names and no elements."""
     model = save.model(mp)
     shapes = dict(model.frozen_shapes)
     for layer, header in save.layers[mp % save.tp].items():
