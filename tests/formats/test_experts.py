@@ -10,10 +10,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
-from deepspeed_ucp.extensions.experts.files import (
-    ROLES,
-    count_tp_shards,
-)
+from deepspeed_ucp.extensions.experts.files import NO_LAYER, ROLES, count_tp_shards
 from deepspeed_ucp.extensions.experts.saved import SavedExperts
 from deepspeed_ucp.formats.deepspeed.files import sort_roles
 from deepspeed_ucp.formats.deepspeed.headers import (
@@ -64,6 +61,15 @@ MODELS = ["mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"]
 FOLDED = [expert(0, 0), expert(1, 1)]
 CUT = [expert(number, mp) for number in (0, 1) for mp in (0, 1)]
 ALL_STATES = [states(rank, mp) for rank in (0, 1) for mp in (0, 1)]
+
+
+def test_file_names_determine_roles() -> None:
+    layer, expert = "layer_2_expert_13_mp_rank_01", "expert_3_mp_rank_00"
+    optim = "expp_rank_5_mp_rank_01_optim_states.pt"
+    names = [f"{layer}_model_states.pt", f"{expert}_model_states.pt", optim]
+    found = sort_roles(ROLES, {name: name for name in names})
+    assert found == {"expert": {(2, 13, 1): names[0], (NO_LAYER, 3, 0): names[1]}, "expert_optim": {(1, 5): optim}}
+    assert {ROLES["expert"].make_name(*key) for key in found["expert"]} == {*names[:2]}
 
 
 @pytest.mark.parametrize(
