@@ -102,10 +102,13 @@ def follow(engine: Any) -> None:
 
 
 def restore(engine: Any, saved: Mapping[str, Any]) -> None:
-    """Restore this rank's generators, and log those with a derived state.
+    """Restore this rank's generators.
 
     Args:
         saved: from :func:`capture`, read from this rank's file or that of the first rank.
+
+    Returns:
+        Names of the generators with a derived state, because no saved rank had these coordinates.
 
     Raises:
         CheckpointError: the saved states have an unknown form.

@@ -64,7 +64,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _read_default(text: str | None) -> bool | dict[str, Any]:
-    """Read ``--config``: options of engines whose ds_config does not set them."""
+    """Read ``--config``, a JSON object or its file; True without one.
+
+    The options apply to engines whose ds_config does not set them. Errors do not quote the text, which may contain
+    secrets.
+    """
     from ..config import merge_options
     from ..tensor_parallel.rules import from_config
 

@@ -167,7 +167,14 @@ def _warn_losses(index: AtomicIndex, full: FullTensors) -> None:
 
 
 def _begin(work: _Conversion, stack: ExitStack) -> bool:
-    """Lock the destination, create the temporary folder; True if it is reused."""
+    """Lock the destination and create the temporary folder (rank 0 only).
+
+    Returns:
+        True if the destination is this conversion already.
+
+    Args:
+        stack: releases the lock, and removes the temporary folder after an error.
+    """
     stack.enter_context(work.staging.lock())
     if _reuse(work):
         work.staging.discard()  # an interrupted run with `overwrite` may have left it

@@ -45,6 +45,11 @@ def probe_optimizer(optimizer: Any, group: int, hyper: Mapping[str, Any], like: 
 
     Returns:
         None if the optimizer cannot be probed (it needs state from construction, or missing kernels).
+
+    Example:
+        >>> adam = torch.optim.Adam([torch.zeros(4)])
+        >>> probe_optimizer(adam, 0, {}, torch.zeros(4)).elementwise
+        {'exp_avg': torch.float32, 'exp_avg_sq': torch.float32}
     """
     if is_muon_group(optimizer, group):  # DeepSpeed makes the state outside of the optimizer's step
         return StateKinds({MOMENTUM: like.dtype}, {}, {})
@@ -158,6 +163,10 @@ def adopt_hyper(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, 
 
     These are all if the saved group has every key of the live one (the same optimizer class), else the common ones:
     another implementation (CPU, fused) has other switches.
+
+    Example:
+        >>> adopt_hyper({"lr": 1e-3, "momentum": 0.9}, {"lr": 1e-4, "betas": (0.9, 0.99)})
+        {'lr': 0.0001}
     """
     plain = {key: value for key, value in saved.items() if key != "params" and _is_plain(value)}
     same_class = _is_same_class(live, plain)

@@ -93,6 +93,11 @@ def update_in_place(old: Any, new: Any, filled: set[int] | None = None) -> Any:
 
     Args:
         filled: ids of the tensors that are already written; two param groups can share one.
+
+    Example:
+        >>> step = torch.tensor(1.0)
+        >>> update_in_place({"step": step}, {"step": torch.tensor(5.0)})["step"] is step
+        True
     """
     filled = set() if filled is None else filled
     if old is new:

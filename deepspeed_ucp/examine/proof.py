@@ -41,6 +41,8 @@ def compare_proofs(
         against: path of a seal or a manifest. A manifest proves an atomic checkpoint's own files, or a normal
             checkpoint that was converted.
         report: what the folder is; faults in it are not repeated.
+        sizes: all files with their bytes.
+        listed: the directories of this rank's files.
     """
     proofs = {"": report.manifest.seal} if report.manifest else {}
     if against is not None:

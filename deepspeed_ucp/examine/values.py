@@ -65,7 +65,12 @@ class ValueDifference:
 def compare_values(
     left: AtomicIndex, right: AtomicIndex, names: Mapping[str, str], wants: Callable[[str], bool]
 ) -> list[ValueDifference]:
-    """Compare scalars and hyper-parameters; ``names``: A's → different names of B."""
+    """Compare scalars and hyper-parameters of the parameters that both sides have.
+
+    Args:
+        names: A's names → B's, of those that differ.
+        wants: whether a parameter is compared.
+    """
     differences: list[ValueDifference] = []
     for section, mine, theirs in (
         ("scalar", _list_scalars(left), _list_scalars(right)),
@@ -199,7 +204,9 @@ def _differ_in_trees(
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yield (path, value of A, value of B) for all differences of two object trees.
 
-    ``seen`` has the compared pairs: shared parts would take exponential time otherwise.
+    Args:
+        begin: the path and the parts of A and B to start from.
+        seen: compared pairs; shared parts would take exponential time otherwise.
     """
     todo = [begin]
     while todo:

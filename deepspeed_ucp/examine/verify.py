@@ -364,7 +364,11 @@ def _excuse(fault: Finding, path: str) -> Finding:
 
 
 def list_findings(report: FolderReport, groups: Any = None) -> list[Finding]:
-    """List findings about headers, opened with ``groups``, and about ``latest``."""
+    """List the findings about a folder's headers and its ``latest``.
+
+    Args:
+        groups: parameter names that a stage-0 checkpoint was opened with; it saves optimizer states without names.
+    """
     findings = []
     for finding in report.findings:
         if finding.kind == "unsupported":

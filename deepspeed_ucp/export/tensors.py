@@ -76,7 +76,11 @@ class Tensor:
         return self.numel * ITEMSIZE[self.dtype]
 
     def convert(self, data: memoryview, scratch: Scratch, overflowed: set[str]) -> memoryview:
-        """Convert stored elements; ``overflowed`` gets the name if some are too large."""
+        """Convert stored elements to written ones, in ``scratch`` if the types differ.
+
+        Args:
+            overflowed: gets the tensor's name if elements were too large.
+        """
         if self.dtype == self.full.dtype:
             return data
         into = scratch.take(data.nbytes // self.full.itemsize * ITEMSIZE[self.dtype])

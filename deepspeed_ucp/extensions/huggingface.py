@@ -298,7 +298,12 @@ def _find_useless(model: Any) -> re.Pattern[str] | None:
 def _join(
     converter: Any, new: str, inputs: Sequence[Sequence[str]], saved: Mapping[str, Shape]
 ) -> dict[str, DerivedParam]:
-    """Return a converter's outputs (first: ``new``) from input names, by its patterns."""
+    """Return the outputs of a converter.
+
+    Args:
+        new: name of its first output.
+        inputs: names of its inputs, by its patterns.
+    """
     steps = [(type(step).__name__, getattr(step, "dim", None)) for step in converter.operations]
     names, experts = [*chain.from_iterable(inputs)], len(inputs[0])
     inner, targets = len(saved[names[0]]), converter.target_patterns

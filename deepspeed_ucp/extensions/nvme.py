@@ -34,7 +34,11 @@ class SwapPlace:
     align: Callable[[int], int]
 
     def make(self, numel: int, state: str = "") -> torch.Tensor:
-        """Map ``numel`` elements, 1-D, of a new file; DiskFullError if there is no room."""
+        """Map ``numel`` elements, 1-D, of a new file; DiskFullError if there is no room.
+
+        Args:
+            state: optimizer state; empty for the masters or the parameter.
+        """
         folder, name = os.path.split(self.path)
         path = os.path.join(folder, f"{state}-{name}" if state else name)
         memory = self.nvme.make_file(path, self.align(numel) * self.dtype.itemsize)

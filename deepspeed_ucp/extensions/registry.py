@@ -53,7 +53,10 @@ class SaveExtension:
         return {}
 
     def arrange(self, save: Any, headers: Mapping[str, Any]) -> list[Any]:
-        """Take headers, of which some may be missing; return faults of headerless files."""
+        """Take further headers, by file name; return findings about headerless files.
+
+        Some files may be missing.
+        """
         return []
 
     def verify_save(self, save: Any, comm: Any) -> list[Any]:

@@ -57,6 +57,7 @@ class Finding:
             ``unsaved`` (state that DeepSpeed saves nowhere).
         file: relative path; empty for the whole folder.
         text: the expected and found values, and the remedy.
+        severity: ``fault``, ``warning`` or ``note``.
         names: affected atoms, parameters or files.
         rules: unsettled: suggested rules.
         cause: kind of a more specific finding that may cause this one.

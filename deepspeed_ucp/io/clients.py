@@ -105,7 +105,13 @@ def get_headers() -> dict[str, str]:
 
 
 def connect(url: str, *, writing: bool = False) -> tuple[Any, str]:
-    """Return the client of a URL's store, and the key of the URL's object in it."""
+    """Return the client of a URL's store, and the key of the URL's object in it.
+
+    Raises:
+        UnsupportedError: there is no such scheme; its URLs are read only.
+        ConfigError: obstore refuses the URL or the options.
+        StorageError: this process was forked from one that has used stores.
+    """
     root, scheme = find_store(normalize(url)), url.partition("://")[0]
     if scheme not in MAKERS:
         known = ", ".join(f"{known_scheme}://" for known_scheme in MAKERS)
@@ -203,7 +209,14 @@ MAKERS: dict[str, Callable[[str, dict[str, Any]], Any]] = {
 
 @contextmanager
 def explain(url: str) -> Iterator[None]:
-    """Raise obstore's errors as OSErrors with a cause and a remedy (``_BY_TEXT``)."""
+    """Raise obstore's errors as OSErrors with a cause and a remedy.
+
+    Raises:
+        FileNotFoundError: there is no such object, or no such bucket.
+        PermissionError: the credentials do not suffice.
+        ChangedError: the object is shorter than it was.
+        OSError: another request failed.
+    """
     try:
         yield
     except (exceptions.BaseError, OSError) as error:

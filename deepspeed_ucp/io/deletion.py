@@ -12,7 +12,15 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 @contextmanager
 def open_below(folder: str, path: str) -> Iterator[int]:
-    """Open ``folder/path``; OSError if a part of ``path`` is a link or no folder."""
+    """Open a folder below another one without following links below ``folder``.
+
+    Args:
+        folder: may itself be reached through links.
+        path: relative to ``folder``.
+
+    Raises:
+        OSError: a part of ``path`` is missing, is a link or is not a folder.
+    """
     fd = os.open(folder, _FOLDER)
     try:
         for part in [part for part in path.split("/") if part not in ("", ".")]:

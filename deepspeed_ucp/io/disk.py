@@ -37,9 +37,11 @@ _BEGIN_WRITING = 2  # SYNC_FILE_RANGE_WRITE
 
 
 def check_space(folder: str, nbytes: int) -> None:
-    """Raise DiskFullError if the disk lacks room for a folder of ``nbytes``.
+    """Raise DiskFullError if the disk lacks room for files; quotas are not checked.
 
-    Present files count as written; quotas are not checked.
+    Args:
+        folder: need not exist; its present files count as written.
+        nbytes: final size of all its files.
     """
     needed = nbytes - count_allocated(folder)
     present = folder

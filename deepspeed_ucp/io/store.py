@@ -65,7 +65,12 @@ class LocalStream(ReadStream):
 
 
 class StoredFile(Stored):
-    """A local file as :class:`Stored`."""
+    """A local file as :class:`Stored`.
+
+    Args:
+        advice: access pattern, as of ``os.posix_fadvise``. If large reads bypass the page cache, the default becomes
+            random access: small reads cause no read-ahead.
+    """
 
     def __init__(self, path: str, advice: int = os.POSIX_FADV_NORMAL) -> None:
         self.path = path
@@ -143,7 +148,11 @@ class LocalStore(Store):
         return {os.path.relpath(path, folder): entry for path, entry in self._list_below(folder, frozenset())}
 
     def _list_below(self, folder: str, above: frozenset[tuple[int, int]]) -> Iterator[tuple[str, Entry]]:
-        """Yield the files below a folder, unless it is one of those ``above``."""
+        """Yield the files below a folder, unless a link leads back up to it.
+
+        Args:
+            above: (device, inode) of the folders above.
+        """
         status = os.stat(folder)
         here = status.st_dev, status.st_ino
         if here in above:

@@ -43,7 +43,11 @@ The buffers are None if only DeepSpeed knows the engine's layout. Without a chec
 
 
 def choose_loader(context: LoadContext, folder: str, also: Sequence[str] = ()) -> Choice:
-    """Compare headers of the engine and a tag, ``also`` in other places (collective).
+    """Compare the checkpoint's and the engine's topology by headers (collective).
+
+    Args:
+        folder: the tag's folder.
+        also: its folders in further places.
 
     Raises:
         UnsupportedError: the engine is not covered, and DeepSpeed's load is not known to be right.

@@ -113,7 +113,11 @@ class Buffer:
         self._memory, self._bytes, self.fill_first = None, None, True
 
     def _allocate(self) -> torch.Tensor:
-        """Allocate separate memory, which returns to the system when it is freed."""
+        """Allocate separate memory.
+
+        Elements that the load does not fill have the tensor's values. When the memory is freed, it returns to the
+        system.
+        """
         numel, dtype = self.tensor.numel(), self.tensor.dtype
         memory = torch.empty(0, dtype=dtype)
         if numel:
@@ -172,7 +176,11 @@ class TensorSink:
         self.itemsize = buffer.tensor.element_size()
 
     def view(self, position: int, nbytes: int) -> memoryview | None:
-        """Return the memory from element ``position`` on; None if bytes are converted."""
+        """Return the bytes of the buffer's memory from element ``position`` on.
+
+        Returns:
+            None if bytes must be cast or copied to a device.
+        """
         tensor = self.buffer.tensor
         if tensor.dtype != self.stored or not tensor.numel() or self.buffer.memory.device.type != "cpu":
             return None
@@ -195,9 +203,10 @@ class TensorSink:
 
 
 def _copy(into: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy values; a copy from page-locked memory to CUDA may end after the return.
+    """Copy values.
 
-    Other accelerators may treat such memory differently: there it is complete.
+    A copy from page-locked memory to CUDA may still be in progress on return. Other
+    accelerators may treat such memory differently: there the copy is complete on return.
     """
     into.copy_(values, non_blocking=into.device.type == "cuda")
 
@@ -377,7 +386,10 @@ class AsyncGpuCopies(DeviceCopies):
 
 
 def choose_device_copies(sinks: Iterable[TensorSink], threads: int) -> DeviceCopies:
-    """Return asynchronous copies if all CUDA destinations are on one GPU, else others."""
+    """Return asynchronous copies if all CUDA destinations are on one GPU.
+
+    Otherwise return synchronous copies.
+    """
     devices = {memory.device for sink in sinks if (memory := sink.buffer.memory).device.type == "cuda"}
     return AsyncGpuCopies(threads, devices.pop()) if len(devices) == 1 else DeviceCopies()
 

@@ -228,7 +228,11 @@ def _load_directly(context: LoadContext, folder: str, index: AtomicIndex, target
 def convert_before_load(
     context: LoadContext, index: AtomicIndex, target: Target, folder: str
 ) -> tuple[AtomicIndex, OutputReport]:
-    """Return the index and report of a new or reused conversion (collective)."""
+    """Convert a checkpoint to an atomic one, or reuse a conversion (collective).
+
+    Returns:
+        The conversion's index, and a report.
+    """
     comm, config, rules = context.comm, context.config, context.rules
     view = view_engine(target, (), comm)
 
@@ -250,7 +254,10 @@ def convert_before_load(
 
 
 def load_without_plugin(engine: Any, load_dir: str, tag: Any, deepspeed_load: Callable[[], T]) -> T:
-    """Run DeepSpeed's load; explain its error if the saved topology is another one."""
+    """Run DeepSpeed's load.
+
+    If it fails on a checkpoint of another topology, its error gets a note.
+    """
     try:
         return deepspeed_load()
     except Exception as error:

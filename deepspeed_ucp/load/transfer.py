@@ -306,7 +306,10 @@ class Transfer:
                 data = data[item.nbytes :]
 
     def _find_staging(self, rank: int, number: int) -> memoryview:
-        """Return the half of a rank's staging memory for a round; empty if not visible."""
+        """Return the half of a rank's staging memory that a round uses.
+
+        It is empty if this rank does not see it.
+        """
         memory = self.staging[rank] or memoryview(b"")
         half = memory.nbytes // 2
         return memory[half * (number % 2) :][:half]
@@ -314,7 +317,11 @@ class Transfer:
     def _swap(
         self, packed: Bytes, sends: Sequence[Sequence[Read]], claims: Sequence[Sequence[Read]], memory: Bytes
     ) -> memoryview:
-        """Exchange bytes with ranks that do not see the staging memory (collective)."""
+        """Send packed bytes to ranks that do not see the staging memory (collective).
+
+        Returns:
+            The received bytes.
+        """
         if self.is_one_machine:
             return memoryview(b"")
         return memoryview(self.comm.swap(packed, _count_bytes(sends), _count_bytes(claims), memory))

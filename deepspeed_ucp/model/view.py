@@ -103,13 +103,20 @@ class EngineView:
         unowned: shapes of parameters without optimizer, and of buffers; None if they are not compared.
         flats: this rank's flat buffers.
         extras: this rank's tensors without optimizer.
+        aliases: tied names → the name that holds the data.
         ordinals: parameter on several pipeline stages → (index of this stage among them, number of these stages).
         renamed: live name → saved name, if they differ.
         counts: parameter on several pipeline stages → number of these stages; also if this stage is not one of them.
         attributes: Megatron's attributes of the parameters.
         declared_new: names of tensors that the user has declared to be new: the checkpoint need not have them.
         info: the model's ``universal_checkpoint_info``.
+        tp: tensor-parallel degree.
         unsharded: names of tensors that tensor-parallel ranks do not cut.
+
+    Example:
+        >>> flat = join_parameters(0, ("a", "b"), ((6,), (3,)), parts=2, partition=5)
+        >>> shapes = {"a": ((6,),), "b": ((3,),)}
+        >>> second_rank = EngineView(shapes, flats=[EngineBuffer(flat, part=1, tp_shard=0, dtype="float32")])
     """
 
     owned: Shapes = field(default_factory=dict)

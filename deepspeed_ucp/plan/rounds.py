@@ -138,7 +138,10 @@ class Round:
         return cls([[] for _ in range(size)], [[] for _ in range(size)])
 
     def count_exchanges(self, round_bytes: int, same_node: SameNode) -> int:
-        """Count this rank's exchanges: each sends and receives about ``round_bytes``."""
+        """Count the exchanges that this rank needs.
+
+        In each it sends and receives at most about ``round_bytes``.
+        """
         received = sum(claim.nbytes for peer in np.flatnonzero(~same_node).tolist() for claim in self.claims[peer])
         return min(max(-(-max(self.sent_remote, received) // round_bytes), 1), len(self.served))
 

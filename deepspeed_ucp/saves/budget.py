@@ -29,7 +29,10 @@ def count_free(root: str) -> int:
 
 
 def is_safe(save: SavePart) -> bool:
-    """Return True if all destinations have all nodes' files of a save."""
+    """Return True if all destinations have all nodes' files of a save.
+
+    The part of a node without files needs no memory in any case.
+    """
     if not save.is_written():
         return False
     is_known = save.node == 0 or not save.list_files()  # a part without files needs no memory in any case
@@ -37,9 +40,12 @@ def is_safe(save: SavePart) -> bool:
 
 
 def is_unneeded(save: SavePart, saves: Iterable[SavePart], *, is_dead: bool) -> bool:
-    """Return True if all destinations have a save or copy, or ``saves`` replace it.
+    """Return True if a save or a copy in memory may be deleted.
+
+    All destinations have it, or a later save replaces it.
 
     Args:
+        saves: saves of its job that may replace it.
         is_dead: the job has ended. The first node may not have published the save, and the later save may lack the part
             of another node. For a running job no destination is read: training must not wait for a slow one.
     """
@@ -54,7 +60,9 @@ def is_unneeded(save: SavePart, saves: Iterable[SavePart], *, is_dead: bool) -> 
 
 
 def free_unwanted(job: Job, *, is_agreed: bool) -> None:
-    """Free a running job's unneeded saves, except those that are or were last copied.
+    """Free unneeded older saves of a running job.
+
+    The save that is being copied and the last fully copied one stay.
 
     Args:
         is_agreed: all nodes have recorded the newest save. Else it replaces none, unless there is only one node.
@@ -67,7 +75,9 @@ def free_unwanted(job: Job, *, is_agreed: bool) -> None:
 
 
 def _list_unneeded(job: Job, is_replaced: Callable[[SavePart], bool] = lambda _: False) -> list[SavePart]:
-    """Return a dead job's unneeded saves with their copies, and unneeded copies.
+    """Return a dead job's unneeded saves, and unneeded copies.
+
+    A copy is also unneeded if the save that it belongs to is.
 
     Args:
         is_replaced: returns True if a save of a running job replaces a save or a copy.
@@ -87,7 +97,11 @@ class MemoryBudget:
         self.root, self.job, self.needed = os.path.dirname(job.folder), job, needed
 
     def make_room(self) -> str:
-        """Delete unneeded saves, dead jobs' first; return why the next does not fit."""
+        """Delete unneeded saves, dead jobs' first, until the next one fits.
+
+        Returns:
+            The reason why it still does not fit, or an empty string.
+        """
         for job in list_dead(self.root) if not self._is_enough() else ():
             self._remove(_list_unneeded(job))
         if self.free_older():

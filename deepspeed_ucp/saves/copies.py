@@ -311,7 +311,11 @@ class Replicator:
             sock.close()
 
     def _receive(self, peer: Peer) -> None:
-        """Receive a save if it is wanted; after an error the received part is deleted."""
+        """Receive a save if it is wanted.
+
+        Raises:
+            _FAULTS: it did not arrive completely; the received part is deleted.
+        """
         try:
             parcel = _Parcel.model_validate_json(peer.receive(_LONGEST))
             self._check(parcel)

@@ -126,7 +126,11 @@ def _seal(folder: str, names_here: Iterable[str]) -> None:
 
 
 def wait_until(look: Callable[[], T | None], wait: float, explain: Callable[[], str], folder: str) -> T:
-    """Return the first non-None result of ``look``; StorageError after ``wait``."""
+    """Return the first result of ``look`` that is not None, with pauses between calls.
+
+    Raises:
+        StorageError: it returned None for ``wait`` seconds.
+    """
     end, pause = time.monotonic() + wait, _FIRST_PAUSE
     while (result := look()) is None:
         if time.monotonic() > end:
@@ -144,9 +148,12 @@ def _read_latest(destination: str) -> bytes | None:
 
 
 def _update_latest(save: SavePart, destination: str, named: bytes | None) -> None:
-    """Let ``latest``, which had the content ``named`` before the write, name a save.
+    """Let ``latest`` name a save, if it is to be named.
 
     ``latest`` stays if it meanwhile names a save of a later step, or if a later job has saved.
+
+    Args:
+        named: its content before the save was written.
     """
     if not save.latest or list_later(save):
         return
@@ -190,7 +197,10 @@ def has_begun(save: SavePart, destination: str) -> bool:
 
 
 def has_sealed_part(save: SavePart, destination: str) -> bool:
-    """Return True if a tag's seal lists this node's state files as they are in memory."""
+    """Return True if the seal of a save's tag lists this node's state files.
+
+    It must list them with the sizes and header CRCs that they have in memory. False without state files.
+    """
     memory = os.path.join(save.folder, save.tag)
     try:
         sealed = read_seal(os.path.join(resolve_published(os.path.join(destination, save.tag)), SEAL)).files

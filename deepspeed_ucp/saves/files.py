@@ -81,7 +81,10 @@ class StateFile(RecordWriter):
             super().write_record(name, data.encode() if isinstance(data, str) else data, nbytes)
 
     def write_record_metadata(self, name: str, _: int) -> None:
-        """Write a storage; torch would copy a GPU's whole, and wait for the copy."""
+        """Write a storage whose bytes torch skips.
+
+        torch would copy a GPU's storage whole, and wait for the copy.
+        """
         storage = self._storages[name.rpartition("/")[2]]
         self.write_pieces(name, _read_pieces(storage), storage.nbytes())
 
@@ -105,7 +108,13 @@ class StateFile(RecordWriter):
 
 
 def save_over(value: Any, path: str, mapped: MappedFiles) -> None:
-    """Do what ``torch.save(value, path)`` does, and reuse the pages of the file there."""
+    """Do what ``torch.save(value, path)`` does, and overwrite the file at the path.
+
+    The file's pages are reused.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     save: Any = getattr(torch.serialization, "_save", None)  # torch's serializer for any writer
     if save is None:
         torch.save(value, path)

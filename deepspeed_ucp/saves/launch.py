@@ -68,7 +68,12 @@ def start_writer(job: Job, config: UniversalConfig, neighbours: Neighbours | Non
     ``-P``, and no relative entries of ``PYTHONPATH``. It inherits the lock of the log: :func:`is_locked` is True from
     here to its end. If an older writer has the lock, it waits for that one to end.
 
-    The ``storage_options`` and the neighbours' settings may hold secrets and go through the returned pipe only.
+    Args:
+        config: its ``storage_options`` may hold secrets and go through the pipe only.
+        neighbours: nodes with copies of the saves; their secret goes through the pipe too.
+
+    Returns:
+        The pipe to its standard input.
     """
     command = [sys.executable, "-P", "-m", f"{__package__}.writer", job.folder]
     searched = [_SOURCE, *filter(os.path.isabs, os.environ.get(_PYTHONPATH, "").split(os.pathsep))]
@@ -113,11 +118,14 @@ def wait_until_written(
     is_wanted: Callable[[str], bool] = lambda _: True,
     is_enough: Callable[[], bool] | None = None,
 ) -> bool:
-    """Wait until jobs have no pending saves (True) or no running writer, or a timeout.
+    """Wait at most ``seconds`` until jobs have no pending saves or no running writer.
 
     Args:
         is_wanted: returns True for a destination whose saves are waited for.
         is_enough: ends the wait too. Then each written save extends it.
+
+    Returns:
+        True if every destination has its saves.
     """
     end, before = time.monotonic() + seconds, ""
     while True:

@@ -161,9 +161,9 @@ class SavePart:
         delete_own(self.folder)
 
     def recycle(self) -> None:
-        """Delete it; its files stay for the next save, since new pages are slower.
+        """Delete it, but keep its files for the next save to overwrite.
 
-        If there are such files already, it is deleted with its files.
+        Overwriting is faster than allocating new pages. If there are such files already, it is deleted with its files.
         """
         self._forget()
         try:
@@ -294,7 +294,11 @@ class Job:
 def find_root(memory: str) -> str:
     """Return this user's folder in a folder of memory; create it if needed.
 
-    Saves in it are loaded and removed, so a folder where other users may write is a StorageError.
+    Saves in it are loaded and removed, so no other user may write there.
+
+    Raises:
+        ConfigError: a variable is not set.
+        StorageError: it is not a folder, belongs to another user, or has a mode other than 0700.
     """
     named = os.path.expanduser(os.path.expandvars(memory))
     if "$" in named:

@@ -98,15 +98,22 @@ class Tag:
     def check_published(self, before: str) -> bool:
         """Return True if this save is already published.
 
-        In a store the first node raises TagTakenError if another job has published the tag.
-
         Args:
             before: result of :meth:`identify` when the writing began.
+
+        Raises:
+            TagTakenError: in a store, for the first node: another job has published the tag. The temporary folder is
+                deleted.
         """
         return os.path.exists(os.path.join(self.final, name_node_file(self.save, self.save.node)))
 
     def publish(self, before: str) -> None:
-        """Publish the tag; TagTakenError if another job has published it meanwhile."""
+        """Publish the temporary folder as the tag.
+
+        Raises:
+            TagTakenError: another job has published the tag meanwhile.
+            StorageError: the store refuses although the tag is as it was.
+        """
         if not _publish_folder(self.temporary, self.final, before):
             raise self.give_up("another job")
 

@@ -107,10 +107,12 @@ class Saver:
         self.job.disown()
 
     def claim(self, save_dir: str, tag: str, step: int) -> None:
-        """Reserve a tag in the script's folder and all destinations.
+        """Reserve a tag in the folder that the script named and in all destinations.
 
-        StorageError if one of them has another folder's save under this tag. Rank 0 warns once if another engine has
-        saved the same step to the same folder and tag.
+        Rank 0 warns once if another engine has saved the same step to the same folder and tag.
+
+        Raises:
+            StorageError: one of them has the save of another folder under this tag.
         """
         folder, owner = locate(save_dir), (self.job.name, step)
         for destination in {folder, *(locate(tier.place) for tier in self.options.to)}:
@@ -132,7 +134,10 @@ class Saver:
         return self.job.find_folder(self.number)
 
     def write_file(self, state_dict: Any, path: str) -> None:
-        """Do what ``torch.save`` does; keep an error: other ranks wait in a barrier."""
+        """Do what ``torch.save`` does, overwriting files that an older save has left.
+
+        An error is kept until the end of the save: raised here, it would leave other ranks in DeepSpeed's barrier.
+        """
         if self.failed:
             return
         try:
@@ -153,10 +158,13 @@ class Saver:
             return destination
 
     def begin(self, *, waits: bool = False) -> str:
-        """Create the folder of the next save (first rank); return why it does not fit.
+        """Create the folder of the next save, on the node's first rank.
 
         Args:
             waits: wait for the memory of pending saves, as long as one is written within each ``wait_s``.
+
+        Returns:
+            An error message if there is no room for it, else an empty string.
 
         Raises:
             StorageError: pending saves hold the memory, and none was written in ``wait_s``.
@@ -218,7 +226,14 @@ class Saver:
             self.budget.drop_dead(save_dir, tag, is_snapshot=is_snapshot)
 
     def check_pending(self, why: str) -> None:
-        """Raise StorageError if saves are pending, with the reason for a direct save."""
+        """Refuse a save outside of memory while saves that would replace it are pending.
+
+        Args:
+            why: reason why memory does not take the save.
+
+        Raises:
+            StorageError: saves are pending.
+        """
         if late := describe_late(self.job.list_saves()):
             log = os.path.join(self.job.folder, "log")
             raise StorageError(
@@ -397,7 +412,11 @@ def _write_quickly(engine: Any, saver: Saver, write: Callable[..., Any], comm: C
 def _write_slowly(
     saver: Saver, save_dir: str, tag: str, why: str, write: Callable[[str], Any], comm: Comm, *, is_snapshot: bool
 ) -> Any:
-    """Save without memory while training waits, or raise on all ranks (collective)."""
+    """Save without memory, while training waits (collective).
+
+    Raises:
+        StorageError: it is a snapshot, DeepSpeed cannot write to the folder, or saves stay pending; on all ranks.
+    """
 
     def check() -> None:
         if is_snapshot or is_url(save_dir):

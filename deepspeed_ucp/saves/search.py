@@ -155,7 +155,10 @@ def _find_stored(folders: Sequence[str], tag: str | None) -> tuple[str, str | No
 
 
 def _find_mark(save: SavePart, marked: Mapping[tuple[str, int], _Marked], folder: str) -> str | None:
-    """Return a save's mark; one dropped for later, unwritten saves counts as pending."""
+    """Return the mark of a save in a folder.
+
+    A save that was dropped for later ones counts as pending unless one of them has been written there.
+    """
     key = locate(folder)
     mark = marked[save.key][1].get(key)
     if mark != "":

@@ -332,7 +332,9 @@ def _check_writers(save: Save, stage: int, place: int, ranks: range, *, over_tp:
 def _share_experts(save: Save, counts: Mapping[str, int], totals: Mapping[str, int], degree: int) -> dict[str, int]:
     """Return layer → number of experts on one expert-parallel rank.
 
-    ``counts`` are the experts in a rank's param group, ``totals`` those with files.
+    Args:
+        counts: layer → experts in a rank's param group.
+        totals: layer → experts with files.
     """
     for layer, count_held in counts.items():
         total = totals.get(strip_compiled(layer), 0)
@@ -379,7 +381,11 @@ def _check_placements(save: Save, mp: int, group: Sequence[tuple[str, Shape]], d
 def _add_expert(
     builder: Builder, rank: SavedRank, header: FileHeader, seen: dict[str, Piece] | None, optimized: set[str]
 ) -> None:
-    """Add an expert's file; compare tensors with ``seen`` ones (None: they are cut)."""
+    """Add the tensors of one expert's file.
+
+    Args:
+        seen: tensors that another tensor-parallel rank also has, which are compared; None if experts are cut.
+    """
     tensors = header.layer or {}
     rank.unsharded.update(tensors if seen is not None else ())
     for name, piece in tensors.items():
