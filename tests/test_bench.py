@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from deepspeed_ucp.model.storage import count
 from tests.support.until import wait_until
 
 
@@ -117,6 +118,14 @@ def test_a_failed_case_is_reported_and_not_repeated(bench: Any) -> None:
 def test_a_load_of_other_values_is_timed_in_every_round(bench: Any) -> None:
     results = measure_cases(bench, bench.cases.LOADS, {"upstream": (1.0, 3.0)}, upstream={"fault": "other values of w"})
     assert "2.00 (1.00-3.00) (other values)" in results.describe()
+
+
+def test_names_of_cases_are_unique_in_a_section(bench: Any) -> None:
+    for section in bench.cases.SECTIONS:
+        names = [case.name for case in section.cases]
+        assert len({*names}) == len(names)
+        assert {name for case in section.cases for name in (case.floor[0], case.upstream[0]) if name} <= {*names}
+    assert bench.run.README_ROWS.keys() <= {case.name for each in bench.cases.SECTIONS for case in each.cases}
 
 
 def test_a_part_of_a_page_is_replaced_or_appended(bench: Any) -> None:
@@ -232,3 +241,12 @@ def test_a_rank_gets_the_claims_of_its_peers(bench: Any, name: str, monkeypatch:
     for each in planned:
         assert each.requests > 0
         assert each.headers <= each.most_headers + 4, "more than four and a share of the rest"
+
+
+def test_the_models_have_a_trillion_parameters(bench: Any) -> None:
+    for name in ("dense1-10k", "moe-10k"):
+        assert 1.00e12 < bench.jobs.JOBS[name].source.sizes.parameters < 1.04e12
+    dense = bench.jobs.JOBS["dense1-10k"].source
+    parameters = [parameter for stage in dense.sizes.list_stages(dense.pp) for parameter in stage]
+    tied = sum(count(parameter.shape) for parameter in parameters if parameter.layer < 0)
+    assert sum(count(parameter.shape) for parameter in parameters) == dense.sizes.parameters + tied // 2

@@ -20,11 +20,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, ConfigError
+from deepspeed_ucp.examine.diff import diff_checkpoints
 from deepspeed_ucp.export.chunks import Chunk, Planner, cut_chunks
 from deepspeed_ucp.export.dcp import export_dcp, make_scaler
 from deepspeed_ucp.export.statedict import LAYOUTS, complete_group
 from deepspeed_ucp.export.tensors import ExportOptions
+from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.foreign.names import OPTIMIZER_FOLDER, SCALER
 from deepspeed_ucp.model.storage import MASTER, AtomKey
 from tests.support import fsdp_run
@@ -42,7 +45,7 @@ OPTIONS = ExportOptions(workers=3)
 # -- content ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("topology", "nodes"), zip(TOPOLOGIES, (1, 1, 2, 1, 2, 3), strict=True))
+@pytest.mark.parametrize(("topology", "nodes"), [*zip(TOPOLOGIES, (1, 1, 2, 1, 2, 3), strict=True)])
 def test_a_dcp_export_has_the_weights_and_optimizer_state_of_the_run(
     tmp_path: Path, topology: Topology, nodes: int
 ) -> None:
@@ -131,6 +134,16 @@ def test_chunks_cover_a_tensor_once(shape: tuple[int, ...], most: int) -> None:
         assert block.shape == sizes and block.size <= max(most, 1)
         seen += block.reshape(-1).tolist()
     assert seen == list(range(numbers.size))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_export_opens_with_the_values_of_its_source(tmp_path: Path, layout: str) -> None:
+    index = open_model(tmp_path, TOPOLOGIES[0])
+    export_dcp(index, str(tmp_path / "out"), layout=layout)
+    back = open_checkpoint(str(tmp_path / "out"), Comm())
+    found = diff_checkpoints(index, back)
+    assert found.equal and found.compared >= 3 * len(MODEL.owners)
+    assert back.scalars == index.scalars
 
 
 def test_an_unknown_layout_of_a_dcp_export_is_refused(tmp_path: Path) -> None:
