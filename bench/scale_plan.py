@@ -73,7 +73,7 @@ def replace_folder(entries: Mapping[str, int], read: Any) -> Iterator[None]:
             (opening, "find_files", partial(find_files, list_place=lambda folder: listing)),
             (gathering, "read_file", lambda folder, name: read(name)),
             (preparing, "check_instances", lambda *_: None),  # reads elements
-            (Buffer, "try_in_place", _try_in_place),  # reads the memory of a live engine
+            (Buffer, "detect_recomputable", _try_in_place),  # reads the memory of a live engine
         ):
             stack.enter_context(mock.patch.object(module, name, value))
         yield

@@ -88,12 +88,12 @@ class Buffer:
 
     @property
     def is_fresh_host_memory(self) -> bool:
-        """Whether the memory is new memory of the host; allocates separate memory."""
+        """Whether the memory is of the host and not yet the engine's; may allocate it."""
         in_file = self.in_file and self.memory is self.tensor
         return self.fill_first and not self._origin and not in_file and self.memory.device.type == "cpu"
 
-    def try_in_place(self) -> bool:
-        """Set and return ``fill_first``: True if the tensor's values can be recomputed.
+    def detect_recomputable(self) -> bool:
+        """Set and return ``fill_first``: True if the live values can be recomputed.
 
         This holds before the first step: masters equal their copies to the bit, and states are zero.
         """
@@ -105,11 +105,12 @@ class Buffer:
         return self.fill_first
 
     def undo(self) -> None:
-        for values, origin in _pair(self.tensor, self._origin):
+        """Recompute the values that :meth:`detect_recomputable` allowed to overwrite."""
+        for values, origin in _pair_pieces(self.tensor, self._origin):
             values.copy_(origin.to(values.device))  # moved before it is converted: it has 16 bits
 
     def use_separate(self) -> None:
-        """Fill separate memory of the host, allocated at first use, not the tensor's."""
+        """Switch to separate memory of the host, which is allocated at first use."""
         self._memory, self._bytes, self.fill_first = None, None, True
 
     def _allocate(self) -> torch.Tensor:
@@ -134,14 +135,14 @@ class Buffer:
 
 
 _PIECE = 1 << 18
-"""Elements of which a processor's cache holds two such pieces; a GPU processes more at once."""
+"""Elements of a piece: two pieces fit into a processor's cache. A GPU processes more at once."""
 _BITS = {2: torch.int16, 4: torch.int32}
 
 
 def _equals_cast(tensor: torch.Tensor, origin: Sequence[torch.Tensor]) -> bool:
-    """Return True if a 1-D tensor equals other tensors to the bit, cast to its dtype.
+    """Return True if a 1-D tensor equals the joined ``origin``, cast, to the bit.
 
-    It is False if they share memory, since a write would change them too.
+    It is False if they share memory, since a write would change them too, and for elements of 1 or 8 bytes.
     """
     memory = {part.untyped_storage().data_ptr() for part in origin}
     if sum(part.numel() for part in origin) != tensor.numel() or tensor.untyped_storage().data_ptr() in memory:
@@ -149,7 +150,7 @@ def _equals_cast(tensor: torch.Tensor, origin: Sequence[torch.Tensor]) -> bool:
     bits = _BITS.get(tensor.element_size())
     if bits is None:
         return False
-    for values, made in _pair(tensor, origin):
+    for values, made in _pair_pieces(tensor, origin):
         one, other = values.view(bits), made.to(values.device).to(values.dtype).view(bits)
         on_host = one.device.type == "cpu"  # numpy compares four times as fast as torch does
         if not (np.array_equal(one.numpy(), other.numpy()) if on_host else torch.equal(one, other)):
@@ -157,8 +158,8 @@ def _equals_cast(tensor: torch.Tensor, origin: Sequence[torch.Tensor]) -> bool:
     return True
 
 
-def _pair(tensor: torch.Tensor, origin: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield pieces of a 1-D tensor with the pieces that they are made from."""
+def _pair_pieces(tensor: torch.Tensor, origin: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield (piece of a 1-D tensor, equal range of the joined ``origin``)."""
     begin = 0
     for part in origin:
         step = _PIECE if part.device.type == tensor.device.type == "cpu" else 64 * _PIECE
@@ -188,7 +189,7 @@ class TensorSink:
         return self.buffer.bytes[low : low + nbytes]
 
     def store(self, item: CopyItem, data: memoryview) -> None:
-        """Copy an item's bytes, in runs ``stride`` elements apart, cast if needed."""
+        """Copy packed bytes to an item's runs, ``stride`` elements apart; cast if needed."""
         view = None if item.stride else self.view(item.position, item.nbytes)
         if view is not None:
             np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(data, np.uint8))  # releases the GIL
@@ -213,7 +214,7 @@ def _copy(into: torch.Tensor, values: torch.Tensor) -> None:
 
 @dataclass(slots=True)
 class FillPlan:
-    """This rank's wants and the memory that they fill, and the needs of all ranks.
+    """This rank's wants with their buffers, and the atoms that all ranks need.
 
     Attributes:
         index: the only index of the checkpoint from here on: its parameters are named and cut as in the live model.
@@ -247,7 +248,7 @@ class FillPlan:
         return [sink if sink.buffer.fill_first == is_first_pass else None for sink in self.sinks]
 
     def zero_blanks(self, *, is_first_pass: bool) -> None:
-        """Zero the blanks of the memory that a pass fills (:attr:`Wants.blanks`)."""
+        """Zero padding, absent states and new rows (``Wants.blanks``) that a pass fills."""
         for number, low, high in self.wants.blanks:
             if self.buffers[number].fill_first == is_first_pass:
                 self.buffers[number].memory[low:high].zero_()
@@ -261,7 +262,7 @@ class FillPlan:
             buffer.undo()
 
     def commit(self) -> None:
-        """Average replicas of pattern ``partial``, fill new rows, commit the buffers."""
+        """Compute means and new rows, then copy separate memory to the tensors."""
         for mean in self.wants.means:
             replicas = (self.buffers[number].memory for number in mean.replicas)
             self.buffers[mean.buffer].memory[mean.low : mean.high].copy_(average(replicas))
@@ -276,7 +277,7 @@ class FillPlan:
 
 
 def _pick_columns(row: Any, wanted: NewRows) -> torch.Tensor:
-    """Return the part of a row that a shard holds, in the row's dtype (fp64)."""
+    """Return the columns of a mean row that a shard has, flattened, in fp64."""
     columns = torch.from_numpy(row).view(wanted.view)
     for axis, intervals in enumerate(wanted.columns):
         indices = [index for low, high in intervals for index in range(low, high)]
@@ -302,13 +303,14 @@ class DeviceCopies:
         self.pool = ScratchPool()
 
     def open_stream(self) -> AbstractContextManager[object]:
-        """Context manager for the copies of the calling thread."""
+        """Use the calling thread's stream for its copies; synchronous copies have none."""
         return nullcontext()
 
     def wait_for_earlier(self) -> None:
-        """Wait for earlier work on the destinations."""
+        """Wait until the device has done queued work; synchronous copies queue none."""
 
     def finish(self) -> None:
+        """Wait for the copies from the pool's memory."""
         self.pool.settle()
 
     def close(self) -> None:
@@ -360,9 +362,10 @@ class AsyncGpuCopies(DeviceCopies):
     def close(self) -> None:
         super().close()
         self._free = memoryview(b"")
-        _empty_cache()
+        _empty_host_cache()
 
     def _allocate(self, nbytes: int) -> memoryview:
+        """Cut a piece from the page-locked chunk; allocate a chunk if it is too small."""
         with self._lock:
             if self._free.nbytes < nbytes:
                 self._free = self._allocate_pinned_chunk(max(min(_PINNED_CHUNK, self.pieces * nbytes), nbytes))
@@ -380,6 +383,7 @@ class AsyncGpuCopies(DeviceCopies):
         return allocate_large(nbytes)
 
     def _record(self) -> Event:
+        """Record a CUDA event after the calling thread's copies."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return event
@@ -398,7 +402,7 @@ def _allocate_pinned(nbytes: int) -> memoryview:
     return memoryview(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy())
 
 
-def _empty_cache() -> None:
+def _empty_host_cache() -> None:
     """Free unused page-locked memory of torch, if its release has a function for it."""
     public = getattr(getattr(torch, "accelerator", None), "empty_host_cache", None)
     empty = public or getattr(torch._C, "_host_emptyCache", None)

@@ -365,7 +365,7 @@ def choose_memory(buffers: Sequence[Buffer], window: int, comm: Comm, *, prefer_
     Returns:
         True, on every rank, if no rank needs pass 2.
     """
-    others = comm.run(lambda: [buffer for buffer in buffers if buffer.fill_first or not buffer.try_in_place()])
+    others = comm.run(lambda: [buffer for buffer in buffers if buffer.fill_first or not buffer.detect_recomputable()])
     if not comm.any_of(np.array([not all(buffer.fill_first for buffer in others)]))[0]:
         return True
     is_enough = prefer_memory and has_memory(others, window, comm)

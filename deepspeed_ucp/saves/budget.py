@@ -1,7 +1,7 @@
 """Decides which saves a node's memory still needs; makes room for the next one.
 
 :func:`is_unneeded` is applied to saves of a running job and of dead jobs. In addition, a running job's save replaces
-dead jobs' saves for the same folder (:meth:`MemoryBudget.drop_dead`). After a job's normal end the writer frees it all.
+dead jobs' saves for the same folder (:meth:`MemoryBudget.delete_dead`). After a job's normal end the writer frees all.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ADVICE = 'Give the container more memory, or let "save": {"memory": …} name a 
 
 
 def count_free(root: str) -> int:
-    """Return the free bytes of a folder; in memory, within the container's limit."""
+    """Return the bytes free for a folder; in memory, within the container's limit."""
     free = shutil.disk_usage(root).free
     return min(free, measure_available()) if find_kind(root) == MEMORY else free
 
@@ -42,7 +42,7 @@ def is_safe(save: SavePart) -> bool:
 def is_unneeded(save: SavePart, saves: Iterable[SavePart], *, is_dead: bool) -> bool:
     """Return True if a save or a copy in memory may be deleted.
 
-    All destinations have it, or a later save replaces it.
+    No destination waits for it, and all have it or a later save replaces it.
 
     Args:
         saves: saves of its job that may replace it.
@@ -59,8 +59,8 @@ def is_unneeded(save: SavePart, saves: Iterable[SavePart], *, is_dead: bool) -> 
     return any(not is_dead or other.nodes == 1 or other.is_written() for other in later)
 
 
-def free_unwanted(job: Job, *, is_agreed: bool) -> None:
-    """Free unneeded older saves of a running job.
+def recycle_unneeded(job: Job, *, is_agreed: bool) -> None:
+    """Delete a running job's unneeded older saves; the files of one stay for reuse.
 
     The save that is being copied and the last fully copied one stay.
 
@@ -86,7 +86,8 @@ def _list_unneeded(job: Job, is_replaced: Callable[[SavePart], bool] = lambda _:
     for save in [*saves, *job.list_copies()]:
         if save.key in keys or is_replaced(save) or is_unneeded(save, saves, is_dead=True):
             spare.append(save)
-            keys.add(save.key)
+            if not save.is_copy():
+                keys.add(save.key)
     return spare
 
 
@@ -104,7 +105,7 @@ class MemoryBudget:
         """
         for job in list_dead(self.root) if not self._is_enough() else ():
             self._remove(_list_unneeded(job))
-        if self.free_older():
+        if self.free_own_saves():
             return ""
         needed, free = self.needed >> 20, count_free(self.root) >> 20
         why = f"a save takes {needed:,} MiB of {self.root}, where {free:,} MiB are free"
@@ -116,7 +117,7 @@ class MemoryBudget:
             why += f". Dead jobs' saves there may be the only copies; delete unneeded ones: {shorten(named)}"
         return f"{why}. {ADVICE}"
 
-    def free_older(self) -> bool:
+    def free_own_saves(self) -> bool:
         """Delete unneeded saves of this job until the next one fits; True if it does.
 
         The last fully copied one goes after other older ones. The newest one goes last, if all destinations have it.
@@ -147,7 +148,7 @@ class MemoryBudget:
             part = "another node's part of " if save.is_copy() else ""
             logger.info("%s: removed to make room, %s%s of %s", save.folder, part, save.tag, save.save_dir)
 
-    def drop_dead(self, save_dir: str, tag: str, *, is_snapshot: bool) -> None:
+    def delete_dead(self, save_dir: str, tag: str, *, is_snapshot: bool) -> None:
         """Delete dead jobs' unneeded saves, and those that this job's save replaces."""
         folder = locate(save_dir)
 

@@ -27,7 +27,7 @@ from ..io.deletion import delete_own
 from ..io.disk import count_allocated
 from ..io.paths import MEMORY, find_kind, is_below, is_url
 from ..writer import find_other_writer, is_decoupled
-from .budget import ADVICE, MemoryBudget, free_unwanted
+from .budget import ADVICE, MemoryBudget, recycle_unneeded
 from .files import MappedFiles, save_over
 from .launch import POLLED, WriterPipe, finish_dead, wait_until_written
 from .memory import (
@@ -175,7 +175,7 @@ class Saver:
             if self.job.is_unfinished(number):
                 delete_own(self.job.find_folder(number))
         if (why := self.budget.make_room()) and waits:
-            self.finish(self.budget.free_older)
+            self.finish(self.budget.free_own_saves)
             if why := self.budget.make_room():
                 self.check_pending(why)
         if why:
@@ -191,7 +191,7 @@ class Saver:
         if self.writer.neighbours is not None:
             self.writer.neighbours.agree(self.number + 1, comm)
         if self.is_owner:
-            free_unwanted(self.job, is_agreed=True)
+            recycle_unneeded(self.job, is_agreed=True)
 
     def list_pending(self) -> set[str]:
         """Return the folders and URLs that lack saves, on the node's first rank."""
@@ -223,7 +223,7 @@ class Saver:
         self.writer.notify()
         # Without a complete copy of this save, the loss of a node would leave only older saves complete.
         if latest and (self.writer.neighbours is None or self.writer.neighbours.safe):
-            self.budget.drop_dead(save_dir, tag, is_snapshot=is_snapshot)
+            self.budget.delete_dead(save_dir, tag, is_snapshot=is_snapshot)
 
     def check_pending(self, why: str) -> None:
         """Refuse a save outside of memory while saves that would replace it are pending.
@@ -370,7 +370,7 @@ def save_into_memory(
         saver.number -= 1
         saved = _write_slowly(saver, save_dir, tag, why, write, comm, is_snapshot=is_snapshot)
         comm.run(
-            lambda: saver.budget.drop_dead(save_dir, tag, is_snapshot=False) if saver.is_owner and latest else None
+            lambda: saver.budget.delete_dead(save_dir, tag, is_snapshot=False) if saver.is_owner and latest else None
         )
         return saved, False
     step = engine.global_steps

@@ -23,7 +23,7 @@ from dataclasses import replace
 from ..errors import DiskFullError, StorageError, UcpError, escape
 from ..io.paths import is_url
 from ..io.store import set_storage_options
-from .budget import free_unwanted, is_safe
+from .budget import is_safe, recycle_unneeded
 from .copies import Replicator
 from .destinations import (
     WrittenTag,
@@ -117,7 +117,7 @@ class SaveWriter:
 
     def free(self) -> None:
         with self.lock:
-            free_unwanted(self.job, is_agreed=False)
+            recycle_unneeded(self.job, is_agreed=False)
 
     def free_finished(self) -> None:
         """Free the memory of a normally ended job if every destination has its saves.

@@ -90,7 +90,7 @@ def test_masters_equal_to_their_copies_and_zero_states_are_filled_in_place(copie
     made_from = [torch.tensor(copy).bfloat16() for copy in copies]
     before = torch.cat(made_from).float() if copies else torch.zeros(2)
     buffer = Buffer(before.clone(), fill_first=False, copies=made_from)
-    assert buffer.try_in_place() and buffer.fill_first and buffer.memory is buffer.tensor
+    assert buffer.detect_recomputable() and buffer.fill_first and buffer.memory is buffer.tensor
     buffer.memory.fill_(7.0)
     buffer.undo()
     assert raw(buffer.tensor) == raw(before)
@@ -110,13 +110,13 @@ def test_masters_equal_to_their_copies_and_zero_states_are_filled_in_place(copie
 )
 def test_masters_unlike_their_copies_are_not_filled_in_place(values: list[float], copies: list[list[float]]) -> None:
     made_from = [torch.tensor(copy).bfloat16() for copy in copies]
-    assert not Buffer(torch.tensor(values), fill_first=False, copies=made_from).try_in_place()
+    assert not Buffer(torch.tensor(values), fill_first=False, copies=made_from).detect_recomputable()
 
 
 def test_a_tensor_that_shares_memory_with_its_copy_is_not_filled_in_place() -> None:
     """ZeRO 3 has no separate masters if both would have one dtype."""
     tensor = torch.tensor([1.5, 2.0])
-    assert not Buffer(tensor, fill_first=False, copies=[tensor.view(-1)]).try_in_place()
+    assert not Buffer(tensor, fill_first=False, copies=[tensor.view(-1)]).detect_recomputable()
 
 
 def test_zeros_and_means_are_written_to_a_non_contiguous_tensor() -> None:
@@ -183,7 +183,7 @@ def test_untouched_memory_is_new_states_and_separate_memory() -> None:
     assert Buffer(torch.zeros(6), fill_first=True).is_fresh_host_memory
     live, file = Buffer(torch.zeros(6), fill_first=False), Buffer(torch.zeros(6), fill_first=True, in_file=True)
     assert not live.is_fresh_host_memory and not file.is_fresh_host_memory
-    assert live.try_in_place() and not live.is_fresh_host_memory
+    assert live.detect_recomputable() and not live.is_fresh_host_memory
     for each in (Buffer(torch.ones(6), fill_first=False), Buffer(torch.ones(6), fill_first=False, in_file=True)):
         each.use_separate()
         assert each.is_fresh_host_memory and each.memory is not each.tensor
@@ -298,7 +298,7 @@ def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sim
 
     monkeypatch.setattr(torch, "cuda", cuda)
     monkeypatch.setattr(destinations, "_allocate_pinned", allocate)
-    monkeypatch.setattr(destinations, "_empty_cache", lambda: found.emptied.append(1))
+    monkeypatch.setattr(destinations, "_empty_host_cache", lambda: found.emptied.append(1))
     monkeypatch.setattr(destinations, "_copy", copy)
     monkeypatch.setattr(transfer, "choose_device_copies", choose)
     monkeypatch.setattr(TensorSink, "view", lambda self, position, nbytes: None)

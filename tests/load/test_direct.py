@@ -396,7 +396,7 @@ def test_a_mismatch_on_one_rank_is_raised_on_all_ranks(culprit: int, tmp_path: P
 
 
 FAILING = {
-    "looks at its buffers": (Buffer, "try_in_place"),
+    "looks at its buffers": (Buffer, "detect_recomputable"),
     "asks its extensions": (direct, "_ask_extensions"),
     "looks for its state file": (direct, "_find_own_file"),
     "lists its claims": (transfer, "list_claims"),

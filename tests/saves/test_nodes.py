@@ -109,7 +109,7 @@ def test_a_running_job_frees_memory_without_reading_the_destination(nodes: list[
     copy_save(nodes[1], 2)
     made.note("done", {nodes[1].destination: "on the first node"})
     with mock.patch.object(budget, "has_sealed_part", side_effect=AssertionError):
-        budget.free_unwanted(nodes[1].job, is_agreed=False)
+        budget.recycle_unneeded(nodes[1].job, is_agreed=False)
     assert [save.number for save in nodes[1].job.list_saves()] == [2]
 
 
@@ -119,7 +119,7 @@ def test_a_snapshot_is_freed_after_all_nodes_recorded_a_later_one(run: Run) -> N
         run.save(tag=tag, destinations={}, nodes=2)
     SaveWriter(run.job, PATIENCE).free()
     assert [save.tag for save in run.job.list_saves()] == ["b", "c"]
-    budget.free_unwanted(run.job, is_agreed=True)
+    budget.recycle_unneeded(run.job, is_agreed=True)
     assert [save.tag for save in run.job.list_saves()] == ["c"]
 
 

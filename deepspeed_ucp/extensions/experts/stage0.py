@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import chain
 
 from ...errors import CheckpointError, MismatchError
-from ...formats.deepspeed.builder import Builder, SavedRank, list_ranks
+from ...formats.deepspeed.builder import Builder, SavedRank, create_ranks
 from ...formats.deepspeed.headers import FileHeader
 from ...formats.deepspeed.module import read_module
 from ...formats.deepspeed.naming import GroupNames, ModuleOrder, NamedOptimizer, Naming, compare_modules, fit_groups
@@ -72,7 +72,7 @@ def add_optimizers(
         dict.fromkeys(n for part, shapes in pairs if part.mp in ranks for n in shapes if part.mp == mp or is_expert(n))
         for mp, ranks in enumerate(sharing)
     ]
-    builder.ranks, builder.instances = list_ranks(save, [list(rank_names) for rank_names in names])
+    builder.ranks, builder.instances = create_ranks(save, [list(rank_names) for rank_names in names])
     for whole in builder.ranks if over_tp else ():
         whole.unsharded.update(filter(is_expert, chain(*names)))
     known: dict[int, set[str]] = defaultdict(set)

@@ -54,19 +54,20 @@ class LayerNames:
 
     @classmethod
     def of(cls, names: Collection[str]) -> LayerNames:
+        """Group parameter names by layer and tied module."""
         tied = defaultdict[str, set[str]](set)
         for head, _, key in (name.removeprefix(TIED).partition(".") for name in names if name.startswith(TIED)):
             tied[head].add(key)
         return cls({number_layer(name) for name in names} - {-1}, tied)
 
     def find_tied(self, layer: int, tensors: Mapping[str, object]) -> list[str]:
-        """Return the tied modules that a layer's file may hold, as it has all their keys."""
+        """Return the tied modules that a layer's file may hold: it has all their keys."""
         return [] if layer in self.untied else [key for key, names in self.tied.items() if names <= tensors.keys()]
 
 
 @dataclass(slots=True)
 class SavedRank:
-    """One model-parallel rank of the source while its files are added.
+    """A (pipeline, tensor-parallel) rank of the saved job while its files are added.
 
     Attributes:
         shapes: local name → local shape of the optimizer's parameters.
@@ -91,13 +92,14 @@ class SavedRank:
         return (0, 1) if name in self.unsharded else (self.tp, tp_shards)
 
     def param(self, name: str) -> ParamKey:
+        """Return the key of this stage's instance of a parameter."""
         key = self._params.get(name)
         if key is None:
             key = self._params[name] = ParamKey(name, self.instances.get(name, 0))
         return key
 
 
-def list_ranks(save: Save, names: Sequence[Sequence[str]]) -> tuple[list[SavedRank], dict[str, int]]:
+def create_ranks(save: Save, names: Sequence[Sequence[str]]) -> tuple[list[SavedRank], dict[str, int]]:
     """Create all model-parallel ranks, and number instances of shared parameters.
 
     Args:
@@ -131,7 +133,7 @@ def _find_empty(save: Save, mp: int, names: Collection[str]) -> dict[str, Shape]
 
 
 def fill_param_shapes(save: Save) -> None:
-    """Derive missing ``param_shapes`` of model states.
+    """Set missing ``param_shapes`` of model states in place.
 
     A pipeline with BF16_Optimizer and without ZeRO saves none. The optimizer files' ``param_slice_mappings`` have the
     names in flat order and the element counts; the model's tensors have the shapes.
@@ -140,12 +142,12 @@ def fill_param_shapes(save: Save) -> None:
         model = save.model(mp)
         if model.param_shapes is None:
             groups_held = max((len(shard.require_optim().slices) for shard in save.shards[mp]), default=0)
-            groups = tuple(_read_group(save, mp, group) for group in range(groups_held))
+            groups = tuple(_derive_group(save, mp, group) for group in range(groups_held))
             models[0] = replace(models[0], model=replace(model, param_shapes=groups, optim=None))
 
 
-def _read_group(save: Save, mp: int, group: int) -> tuple[tuple[str, Shape], ...]:
-    """Return the parameters of a param group in flat order."""
+def _derive_group(save: Save, mp: int, group: int) -> tuple[tuple[str, Shape], ...]:
+    """Return (name, shape) of a param group's parameters in flat order."""
     shards = save.shards[mp]
     for extension in save.extensions:
         shards = extension.list_group_files(save, mp, group) or shards
@@ -157,10 +159,11 @@ def _read_group(save: Save, mp: int, group: int) -> tuple[tuple[str, Shape], ...
 
 
 def _find_shape(save: Save, mp: int, raw: str, numels: Mapping[str, int]) -> Shape:
+    """Return a parameter's local shape: the only one with its number of elements."""
     name = strip_compiled(raw)
     module = save.model(mp).module
     if module is None:
-        shapes = _look_into_layers(save.layers[mp % save.tp], name, set(map(strip_compiled, numels)))
+        shapes = _find_layer_shapes(save.layers[mp % save.tp], name, set(map(strip_compiled, numels)))
     else:
         shapes = {module[name].shape} if name in module else set()
     fitting = {shape for shape in shapes if count(shape) == numels[raw]}
@@ -168,15 +171,16 @@ def _find_shape(save: Save, mp: int, raw: str, numels: Mapping[str, int]) -> Sha
         fitting = extension.find_shapes(save, mp, name)
     if len(fitting) == 1:
         return fitting.pop()
+    fault = "differs between the model's files" if fitting else "is in none of the model's files"
     raise CheckpointError(
-        f"the shape of {raw} ({numels[raw]} elements) is in none of the model's files. The "
+        f"the shape of {raw} ({numels[raw]} elements) {fault}. The "
         "folder lacks a file or mixes files of several saves.",
         path=save.folder,
     )
 
 
-def _look_into_layers(layers: Mapping[int, FileHeader], name: str, names: set[str]) -> set[Shape]:
-    """Return a parameter's shapes in all layer files that may hold it."""
+def _find_layer_shapes(layers: Mapping[int, FileHeader], name: str, names: set[str]) -> set[Shape]:
+    """Return a parameter's shapes in layer files; ``names`` identify tied modules."""
     head, _, key = name.removeprefix(TIED).partition(".")
     tensors = {layer: header.layer or {} for layer, header in layers.items()}
     if name.startswith(TIED):
@@ -201,7 +205,7 @@ def join_groups(save: Save, ranks: Sequence[SavedRank]) -> tuple[GroupInfo, ...]
 
 
 def check_steps(save: Save, ranks: Sequence[SavedRank], scalars: Mapping[ParamKey, Mapping[str, Any]]) -> None:
-    """Refuse a pipeline stage that has no step in common with the first stage."""
+    """Refuse a pipeline stage without a step in common with the first one's."""
     first: set[Any] = set()
     for mp, rank in list(enumerate(ranks))[:: save.tp] if save.pp > 1 else ():
         members = (member for group in rank.groups for member in group.members)
@@ -267,7 +271,7 @@ class Builder:
         return number
 
     def number_records(self, batch: FileBatch, piece: int) -> array[int]:
-        """Return a piece's record number in each file of a batch."""
+        """Return a piece's record number in each selected file of a batch."""
         first = batch.template.firsts[piece]
         if first not in batch.records:  # number the record in all files with this template
             batch.records[first] = len(self.records)
@@ -279,6 +283,7 @@ class Builder:
         return array("q", (batch.rows + batch.records[first]).tobytes())
 
     def _file(self, header: FileHeader) -> int:
+        """Return the number of a file; new files are numbered."""
         number = self.file_ids.get(header.name)
         if number is None:
             number = self.file_ids[header.name] = len(self.files)
@@ -290,7 +295,7 @@ class Builder:
         self.add_cuts(rank, state, (Cut(name, 0, piece.numel, 0),), header, piece, {name: piece.shape})
 
     def note_unreadable(self, rank: SavedRank, names: Iterable[str], state: str, fault: str) -> None:
-        """Record tensors whose bytes cannot be resharded."""
+        """Record why the bytes of tensors cannot be resharded."""
         if state != COPY:  # copies are compared, never loaded
             self.unreadable.update({rank.param(name).atom(state): fault for name in names})
 
@@ -303,7 +308,7 @@ class Builder:
         piece: Piece,
         shapes: Mapping[str, Shape] | None = None,
     ) -> None:
-        """Add the parts of parameters in a flat buffer ``piece``.
+        """Add the parts of parameters that a saved tensor has, or record its fault.
 
         Args:
             shapes: the parameters' local shapes; default: ``rank.shapes``.
@@ -355,7 +360,7 @@ class Builder:
         )
 
     def add_repeated(self, rank: SavedRank, state: str, cuts: Sequence[Cut], header: FileHeader, piece: Piece) -> None:
-        """Add copies of elements that a load compares; arguments as of :meth:`add_cuts`."""
+        """Add further copies of elements, which a load compares; see :meth:`add_cuts`."""
         record, itemsize = self.record(header, piece.record), ITEMSIZE[piece.dtype]
         for cut in cuts:
             fragment = Fragment(cut.start, cut.numel, record, piece.offset + cut.offset * itemsize)
@@ -379,7 +384,7 @@ class Builder:
         self.add_storage(rank, name, shape, 0, {state: new}, header)
         return new.fragments
 
-    def sort_states(
+    def classify_states(
         self, params: Iterable[ParamKey], states: TensorStates, numel: int, header: FileHeader
     ) -> dict[str, Piece]:
         """Return the element-wise states of a tensor; record others for its parameters.
@@ -409,7 +414,7 @@ class Builder:
         return elementwise
 
     def add_scalars(self, param: ParamKey, scalars: dict[str, Any], header: FileHeader) -> None:
-        """Add a parameter's scalars; those that differ between ranks become irregular."""
+        """Add a parameter's scalars. Different steps raise; others become irregular."""
         known = self.scalars.setdefault(param, scalars)
         if known is scalars:
             return
@@ -426,8 +431,8 @@ class Builder:
                     path=self.save.path(header),
                 )
 
-    def close_gaps(self) -> list[str]:
-        """Renumber the instances without gaps; return the parameters with missing ones."""
+    def renumber_instances(self) -> list[str]:
+        """Number the instances consecutively; return the parameters with missing ones."""
         filed = {
             name: [at for at in range(most) if ParamKey(name, at) in self._storages]
             for name, most in self.instances.items()
@@ -448,7 +453,7 @@ class Builder:
         faults: list[str] = []
         empty = {(rank.param(n), rank.tp): shape for rank in self.ranks for n, shape in rank.empty.items()}
         for param, storages in self._storages.items():
-            if not _is_sound(storages, self._tp_shards[param]):
+            if not _needs_no_join(storages, self._tp_shards[param]):
                 self._storages[param] = []
                 for state in dict.fromkeys(state for storage in storages for state in storage.states):
                     try:
@@ -460,6 +465,7 @@ class Builder:
         return Atoms(self._storages, self._module)
 
     def _join(self, param: ParamKey, state: str, storages: Sequence[ParamStorage], empty: _Empty) -> list[ParamStorage]:
+        """Merge a state's storages to one per tensor-parallel shard; verify coverage."""
         storages = [part for part in storages if state in part.states]
         storages = [  # files of a flat buffer may lack the state
             part for part in storages if isinstance(part.states[state], Fragments) or part.list_fragments(state)
@@ -488,8 +494,8 @@ class Builder:
         return self.files[self.records.files[fragment.record]].path
 
 
-def _is_sound(storages: Sequence[ParamStorage], tp_shards: int) -> bool:
-    """Return True if each state covers every tensor-parallel shard once, in order."""
+def _needs_no_join(storages: Sequence[ParamStorage], tp_shards: int) -> bool:
+    """Return True if one storage of each state covers each shard, in order."""
     seen: dict[str, int] = {}
     for tp_shard, shape, _, states in storages:
         for state, storage in states.items():

@@ -12,7 +12,7 @@ from itertools import islice
 
 from ...errors import UnsupportedError, shorten
 from ...model.storage import COPY, MODULE, count
-from .builder import Builder, list_ranks
+from .builder import Builder, create_ranks
 from .headers import FileHeader, Piece
 from .save import Save
 
@@ -40,7 +40,7 @@ def add_modules(builder: Builder, optimized: set[str]) -> None:
     """
     save, is_sharded = builder.save, builder.save.is_sharded
     modules = [read_module(save, models[0], optimized) for models in save.models]
-    ranks, instances = list_ranks(save, [list(tensors) for tensors in modules])
+    ranks, instances = create_ranks(save, [list(tensors) for tensors in modules])
     builder.instances.update(instances)
     for mp, rank in enumerate(ranks):
         header, model = save.models[mp][0], save.model(mp)

@@ -15,7 +15,7 @@ from ...errors import MismatchError, shorten
 from ...model.flat import FlatBuffer, Shape
 from ...model.index import GroupInfo
 from ...model.storage import MASTER, TIED, count, strip_compiled
-from .builder import Builder, SavedRank, list_ranks
+from .builder import Builder, SavedRank, create_ranks
 from .headers import OptimHeader, Piece, TensorStates
 from .module import add_tensors, read_module
 from .naming import GroupNames, NamedOptimizer, Naming, check_order, compare_modules, fit_groups, name_groups
@@ -32,12 +32,12 @@ def build_stage0(builder: Builder, naming: Naming) -> None:
     wrapper = save.model(0).optim
     if wrapper is None or wrapper.traits.is_cut or not naming.optimizer:  # BF16_Optimizer has separate files
         owned = [model.owned for model in save.first_models]  # ZeRO records the trained parameters
-        builder.ranks, builder.instances = list_ranks(save, [list(shapes) for shapes in owned])
+        builder.ranks, builder.instances = create_ranks(save, [list(shapes) for shapes in owned])
         for rank, shapes in zip(builder.ranks, owned, strict=True):
             rank.shapes.update(shapes)
         tied = {strip_compiled(name) for group in live or () for name, _ in group if name.startswith(TIED)}
         add_tensors(builder, tied)
-        _warn_lost(save, builder.close_gaps())
+        _warn_lost(save, builder.renumber_instances())
     else:
         if live is None and naming.groups is not None:
             live = name_groups(save, naming.groups)
@@ -66,7 +66,7 @@ def _add_optimizers(builder: Builder, live: GroupNames | None, naming: Naming) -
     ]
     if any(extension.add_optimizers(builder, parts, owned) for extension in save.extensions):
         return
-    builder.ranks, builder.instances = list_ranks(save, [list(names) for names in owned])
+    builder.ranks, builder.instances = create_ranks(save, [list(names) for names in owned])
     for rank, part, shapes, ordered in zip(builder.ranks, parts, owned, trained, strict=True):
         add_optimizer(builder, rank, part, shapes, ordered)
 
@@ -181,6 +181,6 @@ def _add_buffer(
     if not part.optim.traits.is_flat and not part.shapes[local.names[0]]:
         states = states.of_zero_dim()
     params = [rank.param(cut.name) for cut in cuts]
-    for state, piece in builder.sort_states(params, states, buffer.partition, part.header).items():
+    for state, piece in builder.classify_states(params, states, buffer.partition, part.header).items():
         builder.add_cuts(rank, state, cuts, part.header, piece)
     return buffer

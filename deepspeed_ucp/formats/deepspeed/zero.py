@@ -15,7 +15,7 @@ from ...model.index import GroupInfo
 from ...model.storage import MASTER, MODULE, ParamKey, PartitionedState, count, strip_compiled
 from ...model.topology import drop_labels
 from ...model.wrappers import MOMENTUM
-from .builder import Builder, SavedRank, fill_param_shapes, list_ranks
+from .builder import Builder, SavedRank, create_ranks, fill_param_shapes
 from .headers import FileBatch, FileHeader, OptimHeader, Piece, Slices, TensorStates, batch_files, select_files
 from .module import add_tensors
 from .save import Save, describe_offload
@@ -36,7 +36,7 @@ def build_zero(builder: Builder) -> None:
         for mp in range(len(save.models))
     ]
     names = [[name for share in chain(*groups) for name in share.shapes] for groups in dealt]
-    builder.ranks, builder.instances = list_ranks(save, names)
+    builder.ranks, builder.instances = create_ranks(save, names)
     builder.batches = batch_files(chain(*save.shards))
     optimized = set(chain(*names))
     for mp, rank in enumerate(builder.ranks):
@@ -310,7 +310,7 @@ class _BufferAdder:
             states = self._add_momentum(shard, batch.parts[0], states)
         stored = optim.masters[self.index].numel if optim.elastic else self.buffers[0].partition
         params = list(map(self.rank.param, self._list_names(batch)))
-        for state in self.builder.sort_states(params, states, stored, shard):
+        for state in self.builder.classify_states(params, states, stored, shard):
             self._put_pieces(state, pieces[state], batch)
 
     def _list_names(self, batch: FileBatch) -> Iterable[str]:
