@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,6 +44,26 @@ def judge(
 
 def plain(offset: int, nbytes: int) -> Row:
     return (0, offset, nbytes, nbytes, 1)
+
+
+@pytest.mark.parametrize(
+    ("tables", "own"),
+    [
+        ([[plain(10, 5), plain(20, 5)], []], "11"),  # short runs, but no other rank wants the block
+        ([[plain(0, 20)], [plain(30, 70)]], "11"),
+        ([[plain(0, 19)], [plain(19, 19)]], "00"),
+        ([[plain(0, 60)], [plain(59, 41)]], "00"),  # one byte of overlap
+        ([[plain(0, 90)], [plain(5, 25)], [plain(40, 50)]], "000"),
+        ([[plain(0, 60), plain(30, 60)]], "00"),
+        ([[(0, 0, 30, 60, 2)]], "0"),  # strided
+        ([[plain(10, 30)], [plain(40, 10)], [plain(45, 10)]], "100"),
+    ],
+)
+def test_a_rank_reads_long_runs_that_only_it_wants_and_the_owner_the_rest(tables: list[list[Row]], own: str) -> None:
+    found, answers = judge(*tables, nbytes=100, block=100, round_bytes=1000)
+    assert [number == SELF_READ for each in answers for number, _ in each.tolist()] == [each == "1" for each in own]
+    staged = 100 - sum(row[2] for row, each in zip(chain(*tables), own, strict=True) if each == "1")
+    assert [each.staged for each in found.rounds] == [staged] * ("0" in own)
 
 
 def test_machines_begin_with_different_rounds() -> None:
@@ -106,9 +128,10 @@ def test_every_block_has_one_owner(nbytes: list[int], block: int, size: int) -> 
 
 
 def test_ranks_begin_to_read_at_different_offsets() -> None:
-    records = Records.of([(i, 0, 16, 0) for i in range(6)])
+    """They read in the order of the files, here the reverse of the records'."""
+    records = Records.of([(5 - i, 0, 16, 0) for i in range(6)])
     plans = plan_pieces([[Piece(i, 0, Run(rank, 0, 1)) for i in range(6)] for rank in range(4)], records).plans
-    assert [[read.record for read in plan.own_reads] for plan in plans] == [
+    assert [[records.files[read.record] for read in plan.own_reads] for plan in plans] == [
         [0, 1, 2, 3, 4, 5],
         [3, 4, 5, 0, 1, 2],
         [1, 2, 3, 4, 5, 0],
