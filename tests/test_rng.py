@@ -86,6 +86,13 @@ def test_random_states_that_differed_between_ranks_differ_in_another_topology(
             assert state == states[rng.project(coords, kept)]
 
 
+def test_ranks_of_the_saved_topology_keep_their_random_states_in_a_larger_one() -> None:
+    states = make_states((1, 1, 2), (2,))
+    found = [rng.find_state(make_file(states, 0, 0), "torch", place) for place in list_places((1, 1, 4))]
+    assert found[:2] == list(states.values())
+    assert all(isinstance(state, int) for state in found[2:])
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_tracker_states_of_one_tensor_parallel_rank_are_made_different_on_several(known: bool) -> None:
     """Tracker states are known to differ only along this axis. Other states are shared."""

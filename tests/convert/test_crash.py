@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
+import resource
 import shutil
+import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +16,16 @@ from typing import Any
 import pytest
 
 from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.convert.outputs import CONVERSION
 from deepspeed_ucp.errors import StorageError
 from deepspeed_ucp.export.safetensors import export_safetensors
 from deepspeed_ucp.export.tensors import ExportOptions
 from deepspeed_ucp.formats import open_checkpoint
-from deepspeed_ucp.plan import conversion
-from deepspeed_ucp.stream import full_tensors
+from deepspeed_ucp.io.upload import open_staging
 from tests.convert.conversions import TOPOLOGY, convert, read_bytes, write_source
+from tests.convert.converting import use_small_ranges
 from tests.support.covering import stride
-from tests.support.crash import failing, list_calls, list_writes, run_dying
+from tests.support.crash import failing, intercept, list_calls, list_writes, run_child, run_dying
 
 DST = "global_step3_universal"
 LATEST = "latest_universal"
@@ -28,8 +33,7 @@ LATEST = "latest_universal"
 
 @pytest.fixture(autouse=True)
 def _small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (conversion, full_tensors):  # atoms above this size are written in several ranges
-        monkeypatch.setattr(module, "ALIGNMENT", 4096)
+    use_small_ranges(monkeypatch)
     # tests/io/test_staging.py tests it. Here it would wait for all other writes of the machine.
     monkeypatch.setattr("deepspeed_ucp.io.staging.sync_tree", lambda _folder: None)
     monkeypatch.setattr(os, "fsync", lambda _fd: None)
@@ -120,6 +124,60 @@ def test_the_same_command_succeeds_after_a_failure_at_any_call(
     assert read_bytes(source) == before
 
 
+def test_a_conversion_with_many_workers_completes_after_kills_at_any_time(
+    source: Path, place: Callable[[object], Path], expected: Any
+) -> None:
+    """Each attempt is killed slightly later, until one completes."""
+    root, delays = place("root"), random.Random(0)
+    for attempt in range(200):
+        child = os.fork()
+        if not child:
+            convert(root, workers=8)
+            os._exit(0)
+        time.sleep(0.005 * stride(4) * attempt * delays.random())
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        check_half_way(root, expected)
+        if (root / DST).exists():
+            break
+    convert(root, workers=8)
+    check_done(root, source, expected)
+
+
+def test_an_interrupt_leaves_no_files(source: Path, place: Callable[[object], Path], expected: Any) -> None:
+    """It also releases the lock."""
+    root = place("root")
+    half = len(list_calls(lambda: convert(place("dry")))) // 2
+
+    def interrupt(number: int, _name: str, _args: tuple[Any, ...]) -> None:
+        if number == half:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def work() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # in background jobs of shells SIGINT is ignored
+        with pytest.raises(KeyboardInterrupt), intercept(interrupt):
+            convert(root)
+
+    assert run_child(work) == 0
+    assert {path.name for path in root.iterdir()} == {path.name for path in source.iterdir()}
+    convert(root)
+    check_done(root, source, expected)
+
+
+def test_the_kernels_file_size_limit_is_an_error(source: Path, place: Callable[[object], Path], tmp_path: Path) -> None:
+    """RLIMIT_FSIZE limits writes by all calls."""
+    root = place("root")
+
+    def work(limit: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        with pytest.raises(StorageError, match="disk full .File too large.*bytes free"):
+            convert(root)
+
+    for limit in (300, 3000, 9000):
+        assert run_child(lambda limit=limit: work(limit)) == 0
+        assert {path.name for path in root.iterdir()} == {path.name for path in source.iterdir()}
+
+
 def test_the_folder_of_a_killed_attempt_is_removed_if_the_output_is_reused(
     source: Path, place: Callable[[object], Path], expected: Any
 ) -> None:
@@ -144,6 +202,16 @@ def test_too_little_room_is_an_error_before_the_first_byte(
     with pytest.raises(StorageError, match=r"needs .* bytes, has 1,000 bytes free"):
         WRITERS[writer](root)
     assert {path.name for path in root.iterdir()} == {path.name for path in source.iterdir()}
+
+
+def test_a_second_converter_is_refused(source: Path, place: Callable[[object], Path], expected: Any) -> None:
+    root = place("root")
+    with open_staging(str(root / DST), str(root / "global_step3"), CONVERSION).lock():
+        text = f"a conversion to .*{DST} is under way already .pid {os.getpid()} on "
+        with pytest.raises(StorageError, match=text):
+            convert(root)
+    convert(root)
+    check_done(root, source, expected)
 
 
 # -- existing outputs --------------------------------------------------------------------------------------------------

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import ConvertOptions, convert_index, default_destination, driver
 from deepspeed_ucp.convert.driver import Written, join_ranges
-from deepspeed_ucp.convert.outputs import check_paths
+from deepspeed_ucp.convert.outputs import check_paths, list_steps
 from deepspeed_ucp.convert.states import write_states
 from deepspeed_ucp.errors import CheckpointError, StorageError, UcpError, UnsupportedError
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.model.index import AtomicIndex
-from deepspeed_ucp.model.storage import MASTER, AtomKey
+from deepspeed_ucp.model.storage import MASTER, AtomKey, ParamKey
 from deepspeed_ucp.plan.conversion import Range
 from deepspeed_ucp.stream.full_tensors import assemble_full_tensors
 from deepspeed_ucp.stream.reader import AtomReader
@@ -343,6 +343,21 @@ def test_an_unverified_output_is_not_reused_for_a_verified_one(tmp_path: Path) -
         convert_tag(tmp_path)
 
 
+def test_overwrite_replaces_damaged_files_and_keeps_foreign_ones(tmp_path: Path) -> None:
+    make_source().write(tmp_path / "tag")
+    to = Path(convert_tag(tmp_path).destination)
+    before = read_bytes(to)
+    data = bytearray(before["zero/body.row/exp_avg.pt"])
+    data[4100] ^= 1  # a check of names and sizes passes
+    (to / "zero/body.row/exp_avg.pt").write_bytes(data)
+    convert_tag(tmp_path, overwrite=True)
+    assert read_bytes(to) == before
+    (to / "notes.txt").write_text("mine")
+    with pytest.raises(StorageError, match=r"notes\.txt"):
+        convert_tag(tmp_path, overwrite=True)
+    assert (to / "notes.txt").read_text() == "mine"
+
+
 def test_all_ranks_convert_the_tag_that_rank_0_has_read(tmp_path: Path) -> None:
     """A save completes before the other ranks read ``latest``."""
     for tag in ("tag1", "tag2"):
@@ -355,3 +370,9 @@ def test_all_ranks_convert_the_tag_that_rank_0_has_read(tmp_path: Path) -> None:
         return str(convert_checkpoint(str(tmp_path), comm=comm, options=OPTIONS).destination)
 
     assert run_ranks(2, work) == [str(tmp_path / "tag1_universal")] * 2
+
+
+def test_names_of_scalars_are_checked_as_paths(tmp_path: Path) -> None:
+    index = replace(open_run(make_source(), tmp_path / "tag"), scalars={ParamKey("../../evil"): {"step": 5}})
+    with pytest.raises(UnsupportedError, match="evil"):
+        check_paths(list_steps(index))

@@ -7,6 +7,7 @@ import fcntl
 import os
 import re
 import shutil
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -15,10 +16,11 @@ from typing import Any
 
 import pytest
 
+from deepspeed_ucp.convert.outputs import CONVERSION
 from deepspeed_ucp.errors import CheckpointError, StorageError
 from deepspeed_ucp.io import disk
 from deepspeed_ucp.io.disk import check_space, explain_full, sync_tree, write_at, write_atomically
-from deepspeed_ucp.io.staging import LATEST, MANIFEST, OutputKind, Staging
+from deepspeed_ucp.io.staging import LATEST, MANIFEST, OutputKind, Staging, hold_lock
 from tests.support.covering import stride
 from tests.support.crash import failing, list_calls, list_writes, run_dying
 
@@ -122,6 +124,17 @@ def leave_attempt(destination: Path) -> None:
         Path(name).write_text("foreign")
 
 
+def test_the_output_of_two_killed_conversions_is_completed(tmp_path: Path) -> None:
+    for first in range(0, 40, 13):
+        for second in range(0, 30, 11):
+            destination = tmp_path / f"{first}-{second}" / "step1"
+            make_atomic(destination)
+            run_dying(lambda folder=destination: convert(folder, overwrite=True), first)
+            run_dying(lambda folder=destination: convert(folder, overwrite=True), second)
+            convert(destination, overwrite=True)
+            assert read_tree(destination) == NEW
+
+
 # -- disk full --------------------------------------------------------------------------------------------------------
 
 
@@ -192,6 +205,28 @@ def test_a_lock_file_removed_before_flock_is_created_again(staging: Staging, mon
             staging.lock().__enter__()
 
 
+def test_only_one_thread_at_a_time_holds_the_lock(staging: Staging) -> None:
+    inside, refused, most = [0], [0], [0]
+
+    def work() -> None:
+        for _ in range(50):
+            try:
+                with hold_lock(staging.lock_path, "work"):
+                    inside[0] += 1
+                    most[0] = max(most[0], inside[0])
+                    inside[0] -= 1
+            except StorageError:
+                refused[0] += 1
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most[0] == 1
+    assert not os.path.exists(staging.lock_path)
+
+
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP], ids=errno.errorcode.get)
 def test_without_flock_the_lock_file_is_the_lock(code: int, staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_fd: int, _operation: int) -> None:
@@ -244,6 +279,16 @@ def test_a_folder_that_appears_meanwhile_is_not_replaced(staging: Staging) -> No
     with pytest.raises(StorageError, match="appeared while the conversion ran"):
         staging.commit(None, overwrite=True)
     assert Path(staging.destination).read_text() == "mine"
+
+
+@pytest.mark.parametrize("mark", [MANIFEST, "zero/optimizer_state.pt"])
+def test_an_atomic_checkpoint_is_replaced_only_on_request(mark: str, tmp_path: Path) -> None:
+    staging = stage(tmp_path / "out", kind=CONVERSION)
+    (tmp_path / "out" / "zero").mkdir(parents=True)
+    (tmp_path / "out" / mark).touch()
+    with pytest.raises(StorageError, match="--overwrite .overwrite=True. replaces it"):
+        staging.check_destination(overwrite=False)
+    staging.check_destination(overwrite=True)
 
 
 @pytest.mark.parametrize(
@@ -370,6 +415,16 @@ def test_syncfs_is_used_if_it_reports_errors(tmp_path: Path, monkeypatch: pytest
     shutil.rmtree(tmp_path)
     with pytest.raises(FileNotFoundError):
         disk._sync_filesystem(str(tmp_path))
+
+
+def test_the_hint_to_start_large_writes_accepts_any_arguments(tmp_path: Path) -> None:
+    """Its effect on the disk cannot be tested."""
+    data = os.urandom(3 << 20)
+    with open(tmp_path / "file", "w+b") as stream:
+        write_at(stream.fileno(), data, 123)
+        disk.write_parts(stream.fileno(), [b"head", data, b"tail"], (5 << 30) + 7)
+        stream.seek((5 << 30) + 7)
+        assert stream.read() == b"head" + data + b"tail"
 
 
 def test_concurrent_writes_of_one_file_are_atomic(tmp_path: Path) -> None:

@@ -25,6 +25,19 @@ def test_every_job_is_taken_once(count: int) -> None:
         assert sorted(taken) == list(range(jobs))
 
 
+def test_the_first_error_is_raised_and_remaining_jobs_are_skipped() -> None:
+    taken: list[int] = []
+
+    def work(turn: Iterator[int]) -> None:
+        for job in turn:
+            taken.append(job)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run_threads(range(100), work, 2)
+    assert len(taken) <= 2
+
+
 def test_memory_of_unraised_errors_of_threads_is_freed() -> None:
     """Only the raised error keeps the variables of its traceback."""
     begun = threading.Barrier(3)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -12,12 +14,15 @@ import pytest
 from deepspeed_ucp.errors import OutOfReachError
 from deepspeed_ucp.formats.deepspeed.files import PUBLISHED, SEAL, resolve_published
 from deepspeed_ucp.io.paths import UPLOAD
-from deepspeed_ucp.io.store import list_tree, read_small, remove, write_small
+from deepspeed_ucp.io.store import list_folder, list_tree, read_small, remove, write_small
 from deepspeed_ucp.saves import destinations
-from deepspeed_ucp.saves.memory import SavePart
+from deepspeed_ucp.saves.launch import WriterPipe
+from deepspeed_ucp.saves.memory import Job, SavePart, is_locked
 from tests.convert.conversions import write_source
-from tests.saves.saving import SCRIPT, TAG, Run, call_before
-from tests.stores.server import BUCKET
+from tests.saves.saving import CONFIG, SCRIPT, TAG, Run, call_before, is_whole, make_save
+from tests.stores.server import BUCKET, Server
+from tests.support.covering import params
+from tests.support.until import wait_until
 
 
 @pytest.fixture(params=["folder", "store"])
@@ -114,6 +119,14 @@ def test_a_store_that_never_accepts_latest_is_an_error(run: Run, caplog: pytest.
     assert run.write() and run.latest == "b"
 
 
+def test_a_tag_that_another_job_has_overwritten_is_not_removed(run: Run, other: Run) -> None:
+    run.write_save(tag="a", keep=1)
+    other.save(tag="a")
+    save = other.write_save(tag="a")
+    run.write_save(tag="b", keep=1)
+    assert other.holds(save)
+
+
 @pytest.mark.parametrize("is_saved_again", [False, True])
 def test_a_failed_removal_is_repeated_unless_the_tag_was_overwritten(
     is_saved_again: bool, run: Run, caplog: pytest.LogCaptureFixture
@@ -176,6 +189,36 @@ def test_a_part_of_an_earlier_save_does_not_complete_a_later_one(run: Run, tmp_p
         node.write_save(node=1, nodes=2)
     assert run.write() and run.is_whole()
     assert not [name for name in list_tree(run.destination) if ".ucp-written" in name]
+
+
+def test_a_failed_upload_is_retried(tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(tmp_path, f"s3://{BUCKET}/down")
+    run.save()
+    with server.failing(lambda environ: "403" if environ["REQUEST_METHOD"] == "PUT" else None):
+        assert not run.write()
+    assert "not written, to be tried again" in caplog.text and "down" not in list_folder(f"s3://{BUCKET}")
+    assert run.write() and run.is_whole()
+
+
+@pytest.mark.parametrize("kind", params(["folder"], ["store"]))
+def test_two_concurrent_jobs_write_the_same_tags(kind: str, tmp_path: Path, server: Server) -> None:
+    """Their writers do not share memory, like writers on different machines."""
+    destination = str(tmp_path / "destination") if kind == "folder" else f"s3://{BUCKET}/both"
+    jobs = [Job(str(tmp_path / f"memory{number}" / "job")) for number in range(2)]
+    for job in jobs:
+        job.own()
+    config = CONFIG.model_copy(update={"storage_options": server.options})
+    writers, drawn = [WriterPipe(job, config) for job in jobs], random.Random(1)
+    for number in range(6):
+        for writer in writers:
+            make_save(writer.job, destination, tag=f"step{number // 3}", step=number // 3)
+            writer.notify()
+        time.sleep(drawn.uniform(0, 0.3))
+    for writer in writers:
+        writer.close()
+    wait_until(lambda: not any(map(is_locked, jobs)))
+    logs = [Path(job.folder, "log").read_text() for job in jobs]
+    assert read_small(f"{destination}/latest") == b"step1" and is_whole(f"{destination}/step1"), logs
 
 
 def test_only_files_of_another_size_are_written_again(tmp_path: Path) -> None:

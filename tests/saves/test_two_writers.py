@@ -15,6 +15,8 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.formats import find_tags, open_checkpoint
@@ -29,6 +31,7 @@ from deepspeed_ucp.saves.publishing import WRITTEN, is_save_file
 from tests.saves.saving import TAG, find_step, make_save, replace_steps
 from tests.saves.stepping import PLACE, FakeStore, Stepper, use_store
 from tests.support.covering import stride
+from tests.support.reshard import examples
 
 LOST = "has published this tag"
 """Part of the message of a writer that abandons its save."""
@@ -291,6 +294,17 @@ def test_two_writers_of_which_one_is_killed_leave_one_complete_save(bench: Bench
             stepper.run("b", 100)
 
         bench.run(order)
+
+
+@pytest.mark.parametrize("bench", ["folder, existing", "store"], indirect=True)
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 12)), max_size=12))
+@examples(60)
+def test_two_writers_in_any_order_leave_one_complete_save(bench: Bench, turns: list[tuple[str, int]]) -> None:
+    def order(stepper: Stepper) -> None:
+        for name, steps in turns:
+            stepper.run(name, steps)
+
+    bench.run(order)
 
 
 @pytest.mark.parametrize("bench", ["store"], indirect=True)

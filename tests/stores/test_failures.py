@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -191,6 +193,23 @@ def test_a_large_file_is_uploaded_in_parts(server: Server, tmp_path: Path) -> No
     ):
         store.put_file(f"s3://{BUCKET}/refused", str(path))
     assert [each.method for each in server.requests if "refused" in each.path][-1] == "DELETE"
+
+
+def test_expired_credentials_are_renewed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = list[int]()
+
+    def provide() -> Any:
+        taken.append(1)
+        until = datetime.now(UTC) + timedelta(seconds=1)
+        return {"access_key_id": "a", "secret_access_key": "b", "token": None, "expires_at": until}
+
+    monkeypatch.setattr(clients, "_find_aws_provider", lambda profile: provide)
+    options = {name: value for name, value in server.options.items() if name not in ("key", "secret")}
+    with use_options(options):
+        for count in (1, 2):
+            store.write_small(f"s3://{BUCKET}/expiring", b"1")
+            assert len(taken) == count
+            time.sleep(1.1 if count == 1 else 0)
 
 
 @pytest.fixture
