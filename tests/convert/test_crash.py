@@ -178,16 +178,25 @@ def test_the_kernels_file_size_limit_is_an_error(source: Path, place: Callable[[
         assert {path.name for path in root.iterdir()} == {path.name for path in source.iterdir()}
 
 
-def test_the_folder_of_a_killed_attempt_is_removed_if_the_output_is_reused(
-    source: Path, place: Callable[[object], Path], expected: Any
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_the_folder_of_a_killed_attempt_is_removed(
+    overwrite: bool, source: Path, place: Callable[[object], Path], expected: Any, tmp_path: Path
 ) -> None:
+    """It is removed even if the tag was saved again, or if the earlier output is reused."""
     root = place("root")
-    convert(root)
+    if overwrite:
+        convert(root)
     calls = len(list_calls(lambda: convert(place("dry"))))
-    assert run_dying(lambda: convert(root, overwrite=True), calls // 2)
+    assert run_dying(lambda: convert(root, overwrite=overwrite), calls // 2)
     assert (root / f".{DST}.ucp-partial").exists()
-    assert convert(root).reused
-    check_done(root, source, expected)
+    if overwrite:
+        assert convert(root).reused
+        check_done(root, source, expected)
+    else:
+        shutil.rmtree(root / "global_step3")
+        write_source(root, seed=1)
+        convert(root)
+        assert read_bytes(root / DST) == make_reference(root, tmp_path / "again")
 
 
 # -- disk full --------------------------------------------------------------------------------------------------------

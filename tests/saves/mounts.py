@@ -1,4 +1,4 @@
-"""A save in a memory that is full, mounted in a private mount namespace."""
+"""Saves to a disk that fails and in a memory that is full, both mounted in a private mount namespace."""
 
 from __future__ import annotations
 
@@ -38,11 +38,33 @@ def run_in_namespace(work: Callable[[], object]) -> None:
     assert run_child(run) == 0
 
 
+def mount(folder: str | Path, options: str) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "small", str(folder)], check=True)
+
+
+def write_to_small_disk(folder: Path, fault: str, message: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Write saves while the disk fails (``full`` or ``ro``) and after it is repaired; needs a mount namespace."""
+    run = Run(folder)
+    os.mkdir(run.destination)
+    mount(run.destination, "size=96k")
+    run.write_save(tag="first")
+    if fault == "ro":
+        mount(run.destination, "remount,ro")
+    run.save(tag="second")
+    writer = SaveWriter(run.job, PATIENCE)
+    assert not write_pending(writer)
+    assert "not written, to be tried again" in caplog.text and message in caplog.text
+    assert run.latest == "first" and run.is_whole("first")
+    mount(run.destination, "remount,rw,size=4m")
+    assert write_pending(writer) and run.list_late() == [] and run.latest == "second"
+    assert run.is_whole("first") and run.is_whole("second") and not list(Path(run.destination).glob(".*"))
+
+
 def write_from_full_memory(folder: Path) -> None:
     """Write a save that is recorded and written while the memory is full; needs a mount namespace."""
     memory = folder / "memory"
     memory.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "small", str(memory)], check=True)
+    mount(memory, "size=4m")
     run = Run(folder)
     run.job.reserve(1, 0)
     write_source(Path(run.job.find_folder(1)))

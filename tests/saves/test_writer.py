@@ -25,7 +25,7 @@ from deepspeed_ucp.saves.launch import start_writer
 from deepspeed_ucp.saves.memory import Job, SavePart, name_job
 from deepspeed_ucp.saves.writer import SaveWriter
 from tests.convert.conversions import read_bytes
-from tests.saves.mounts import run_in_namespace, write_from_full_memory
+from tests.saves.mounts import run_in_namespace, write_from_full_memory, write_to_small_disk
 from tests.saves.saving import (
     CONFIG,
     PATIENCE,
@@ -74,6 +74,7 @@ def cut_model_states(tag: Path) -> None:
 
 FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "fraction": (lambda tag: set_counter(tag, "global_samples", 6.5), "global_samples"),
+    "text": (lambda tag: set_counter(tag, "global_samples", "6"), "global_samples"),
     "damage": (cut_model_states, "model_states.pt"),
 }
 
@@ -183,6 +184,13 @@ def test_a_fault_that_cannot_be_recorded_does_not_delay_other_saves(note: str, e
 def test_a_full_memory_does_not_prevent_the_record_of_a_written_save(tmp_path: Path) -> None:
     """A save reserves room for its records when it begins, so the next save does not wait."""
     run_in_namespace(lambda: write_from_full_memory(tmp_path))
+
+
+@pytest.mark.parametrize(("fault", "message"), [("full", "disk full"), ("ro", "Read-only file system")])
+def test_a_repaired_disk_gets_all_saves(
+    fault: str, message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_in_namespace(lambda: write_to_small_disk(tmp_path, fault, message, caplog))
 
 
 # -- the choice of saves to write and to keep in memory ----------------------------------------------------------------

@@ -315,3 +315,5 @@ def test_clients_are_shared_by_the_files_of_a_store(server: Server) -> None:
         return clients.connect(url)[0]
 
     assert make(f"s3://{BUCKET}/a") is make(f"s3://{BUCKET}/b/c") is not make("s3://other/a")
+    with pytest.raises(UnsupportedError, match="such URLs are read only"):
+        clients.connect("https://host/run", writing=True)
