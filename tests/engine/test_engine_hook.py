@@ -19,7 +19,7 @@ import deepspeed_ucp
 from deepspeed_ucp.engine import engines
 from deepspeed_ucp.formats.latest import find_checkpoint
 from deepspeed_ucp.testing import WorldPool
-from deepspeed_ucp.testing.capture import CapturedEngine
+from deepspeed_ucp.testing.capture import CapturedEngine, capture
 from deepspeed_ucp.testing.compare import compare
 from deepspeed_ucp.testing.ranks import train as train_steps
 from tests.support.covering import params
@@ -94,6 +94,15 @@ def test_changed_batch_and_clipping_are_logged_in_an_unchanged_topology(engines:
     assert (level, text.partition("saved one: ")[2]) == ("WARNING", changes)
 
 
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_the_plugin_loads_if_only_one_side_has_a_scheduler(is_saved: bool, engines: Engines) -> None:
+    """DeepSpeed's load would ignore a saved scheduler, and fail without one."""
+    saved = engines.saved(Case(1, 2), **{**SMALL, "scheduler": is_saved})
+    (outcome,) = engines.load(Case(1, 2), Load(str(saved.folder)), **{**SMALL, "scheduler": not is_saved})
+    assert not outcome.errors and all(local.direct for local in outcome.ranks)
+    assert outcome.list_messages("WARNING", f"only {'the checkpoint' if is_saved else 'this engine'} has lr_scheduler")
+
+
 @pytest.mark.parametrize(("saved", "live"), [(True, WarmupLR), (WarmupLR, True)], ids=["torch's", "DeepSpeed's"])
 def test_a_scheduler_of_another_kind_in_the_same_topology(saved: Any, live: Any, engines: Engines) -> None:
     """DeepSpeed's load would fail in the middle, or begin the schedule again."""
@@ -139,6 +148,29 @@ def test_deepspeed_loads_without_the_universal_flag(config: dict[str, Any], engi
     folder, kind = str(engines.saved(Case(1, 2), **SMALL).folder), Case(1, 2, config=config)
     for (local,) in engines.get(kind).run(load_each, kind.training(1, **SMALL), [Load(folder)]):
         assert (local.calls, local.log, local.direct, local.reason) == (1, [], None, "")
+
+
+def test_engines_with_and_without_the_plugin_in_one_process(engines: Engines) -> None:
+    """The one without fails with a note on the plugin."""
+    saved, case = engines.saved(Case(1, 3), **SMALL), Case(1, 2)
+    work = two_engines, case.on().ds_config, case.ds_config, str(saved.folder)
+    for state, error, reports in engines.get(case).run(*work):
+        assert compare(saved.state, state)[1] == []
+        assert "world size" in error and "imported but off for this engine" in error
+        assert reports == [True, None]
+
+
+def two_engines(on: dict[str, Any], off: dict[str, Any], folder: str) -> tuple[Any, str, list[Any]]:
+    """Load a checkpoint of another size into an engine with the plugin and one without."""
+    first, second = (make_engine(config, **SMALL) for config in (on, off))
+    with pytest.raises(Exception) as raised:
+        second.load_checkpoint(folder)
+    first.load_checkpoint(folder)
+    error = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
+    found = capture(first), error, [first.ucp_report.direct, getattr(second, "ucp_report", None)]
+    first.destroy()
+    second.destroy()
+    return found
 
 
 def test_uninstall_removes_the_hook_after_two_installs(ucp_worlds: WorldPool) -> None:

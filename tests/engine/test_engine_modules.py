@@ -360,7 +360,8 @@ def check(state: CapturedEngine, wanted: Mapping[str, Mapping[str, Tensor]], pre
 def test_a_vocabulary_grows_at_every_stage(tmp_path: Path, engines: Engines) -> None:
     """New rows keep the live model's values, also in an engine that has trained, and after a failed load.
 
-    ``tests/load/test_resize.py`` has the other rules, and tensor parallelism. Whole and partitioned masters always run.
+    ``tests/load/test_reshard_patterns.py`` has the other rules, and tensor parallelism. Whole and partitioned masters
+    always run.
     """
     tied = {"tied": True}
     damaged, saved = tmp_path / "damaged", engines.saved(Vocabulary(1), **tied)

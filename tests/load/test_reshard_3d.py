@@ -16,6 +16,8 @@ from deepspeed_ucp.engine.parallel import Place
 from deepspeed_ucp.errors import CheckpointError, MismatchError
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
+from deepspeed_ucp.load.prepare import check_alike
+from deepspeed_ucp.model.view import EngineView
 from tests.support.cases import pair_id
 from tests.support.covering import all_turns
 from tests.support.direct import check_loaded, run_load, run_refused
@@ -335,15 +337,24 @@ def test_a_tensor_that_only_one_tensor_parallel_rank_has_is_refused(tmp_path: Pa
     assert kind is MismatchError and "Tensor-parallel ranks hold different tensors: body.norm are not on" in text
 
 
+def test_a_model_that_differs_from_rank_0s_is_refused() -> None:
+    stage = make_stage(0, ["a", "b"], dp_rank=1)
+    check_alike(EngineView({"a": ((2,),), "b": ((2,),)}), stage)
+    with pytest.raises(MismatchError, match=r"Data-parallel ranks hold different .*here b \(2,\), not on rank 0"):
+        check_alike(EngineView({"a": ((2,),), "b": ((3,),)}), stage)
+    with pytest.raises(MismatchError, match=r"here a \(2,\), b \(2,\)"):
+        check_alike(EngineView(), stage)
+
+
 # -- param groups of several ranks ------------------------------------------------------------------------------------
 
 
-def make_stage(pp_rank: int, *groups: list[str], decay: Sequence[float] = (0.1, 0.1)) -> FakeTarget:
+def make_stage(pp_rank: int, *groups: list[str], decay: Sequence[float] = (0.1, 0.1), dp_rank: int = 0) -> FakeTarget:
     """Make a rank of one of two stages, with parameters of equal shape; the first has a second name, `tied`."""
     params = [Param(name, (2,), number) for number, names in enumerate(groups) for name in names]
     tied = Param("tied", (2,), alias_of=groups[0][0])
-    place = Place(0, 1, pp_rank, 2, 0, 1)
-    target = FakeTarget(Model((*params, tied)), Topology(1, 2), 0, place=place)
+    place = Place(0, 1, pp_rank, 2, dp_rank, 1)
+    target = FakeTarget(Model((*params, tied)), Topology(1, 2), dp_rank, place=place)
     for group, value in zip(target.wrapped.param_groups, decay, strict=False):
         group.update(weight_decay=value, lr=0.1 + pp_rank)
     return target
