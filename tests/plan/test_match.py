@@ -210,6 +210,15 @@ def test_a_former_tie_is_reported() -> None:
     assert match(index, {"a": (2,), "embed": (4,)}, {"b": (2,)}, aliases={"head": "embed", "c": "b"}).notes == []
 
 
+@pytest.mark.parametrize("module", [None, {}])
+def test_a_saved_copy_that_the_model_lacks_is_refused(module: Shapes | None) -> None:
+    """For example, a folder without optimizer files."""
+    index = make_index({"a": (2,), "gone": (1,)})
+    index = replace(index, atoms=Atoms.of(atom for atom in index.atoms.values() if atom.state == COPY))
+    with pytest.raises(MismatchError, match="gone: in the checkpoint, not in the model"):
+        match(index, {"a": (2,)}, module, with_states=False)
+
+
 Groups = dict[int, tuple[str, ...]]
 RENAMED = {"layers.0.w": "3.w", "layers.1.w": "4.w"}
 GROUPS: dict[str, tuple[Sequence[Sequence[str]], Shapes, Groups, dict[str, Any], dict[int, tuple[int, ...]]]] = {
