@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
-from deepspeed_ucp.extensions.experts.files import NO_LAYER, ROLES, count_tp_shards
+from deepspeed_ucp.extensions.experts.files import NO_LAYER, ROLES, count_tp_shards, name_unwritten_models
 from deepspeed_ucp.extensions.experts.saved import SavedExperts
 from deepspeed_ucp.formats.deepspeed.files import sort_roles
 from deepspeed_ucp.formats.deepspeed.headers import (
@@ -101,6 +101,26 @@ def test_a_missing_experts_file_is_found(files: list[str]) -> None:
     lacking = name_expected_files(list_files(first, *[name for name in everything if name != expert(1, 1)]))
     assert {name for name in lacking if name not in everything} == ({expert(1, 0)} if files is FOLDED else set())
     assert len(lacking) == len(everything)
+
+
+@pytest.mark.parametrize(
+    ("degree", "counts", "data_first", "unsaved"),
+    [
+        (1, (2, 4), False, [MODELS[1]]),
+        (2, (2, 2), False, []),
+        (2, (2, 2), True, [MODELS[1]]),  # both tensor-parallel ranks hold the first experts
+        (4, (2, 1), True, []),
+        (2, (2, 1), True, []),  # cut
+    ],
+)
+def test_model_states_of_ranks_without_experts_of_their_own_are_never_written(
+    degree: int, counts: tuple[int, ...], data_first: bool, unsaved: list[str]
+) -> None:
+    groups = ({"lr": 0.1}, {"moe": True, "name": f"ep_size_{degree}"})
+    optim = FileHeader("optim", 1, optim=replace(make_optim("zero12", counts), groups=groups))
+    first = [replace(make_model(None), config={"use_data_before_expert_parallelism": data_first}), optim]
+    assert name_unwritten_models(list_files(first, *MODELS, *FOLDED)) == {*unsaved}
+    assert name_unwritten_models(list_files(first[:1], *MODELS, *FOLDED)) == set()
 
 
 # -- files that contradict each other about the ranks of experts ------------------------------------------------------
