@@ -219,6 +219,18 @@ def test_a_saved_copy_that_the_model_lacks_is_refused(module: Shapes | None) -> 
         match(index, {"a": (2,)}, module, with_states=False)
 
 
+TIED = ("shared", "encoder", "decoder", "head")
+
+
+@pytest.mark.parametrize("saved", TIED)
+@pytest.mark.parametrize("live", TIED)
+def test_any_member_of_a_tie_supplies_the_other_members(live: str, saved: str) -> None:
+    aliases = {name: live for name in TIED if name != live}
+    for index in (make_index({saved: (2,)}), make_index({}, {saved: (2,)})):
+        found = match(index, {live: (2,)}, aliases=aliases, with_states=not index.find(saved, MODULE))
+        assert (found.saved, found.notes) == ({live: saved}, [])
+
+
 Groups = dict[int, tuple[str, ...]]
 RENAMED = {"layers.0.w": "3.w", "layers.1.w": "4.w"}
 GROUPS: dict[str, tuple[Sequence[Sequence[str]], Shapes, Groups, dict[str, Any], dict[int, tuple[int, ...]]]] = {
@@ -264,6 +276,15 @@ def test_unmatched_groups_are_refused_with_both_lists_in_live_names(live: Groups
 
 
 # -- tensor parallelism, stages, other names --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("saved", "taken"), [(1, "000"), (2, "0"), (2, "011"), (3, "0"), (3, "02"), (3, "0122")])
+def test_each_stage_reads_the_copy_of_a_tied_weight_of_its_position(saved: int, taken: str) -> None:
+    """If there are fewer live stages, the first reads the first copy, and the last the last copy."""
+    index = make_index({"t": (2,)}, instances={"t": saved} if saved > 1 else None)
+    ordinals = [{"t": (stage, len(taken))} for stage in range(len(taken))]
+    params = [match(index, {"t": (2,)}, ordinals=each).params["t"] for each in ordinals]
+    assert params == [ParamKey("t", int(number)) for number in taken]
 
 
 def test_a_stage_whose_copy_lacks_the_weight_is_refused() -> None:
