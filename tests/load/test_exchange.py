@@ -20,13 +20,14 @@ from deepspeed_ucp.io import memory
 from deepspeed_ucp.io.memory import share_memory
 from deepspeed_ucp.load import transfer
 from deepspeed_ucp.load.transfer import Transfer
-from deepspeed_ucp.model.records import Read
-from deepspeed_ucp.plan.rounds import Round
+from deepspeed_ucp.model.records import STAGING, Read
+from deepspeed_ucp.plan.rounds import LoadPlan, Round
 from tests.support.contents import check_load
 from tests.support.covering import all_turns
 from tests.support.descriptors import list_open
 from tests.support.direct import write
 from tests.support.ranks import current_rank, run_ranks
+from tests.support.reads import item, read_of
 from tests.synth import Model, Param, Topology
 
 
@@ -58,6 +59,17 @@ def test_a_round_is_split_into_exchanges_of_the_share(sent: list[int], received:
 def test_direct_reads_do_not_block_exchanges_between_machines(one_machine: bool, shares: list[list[int]]) -> None:
     one: Any = SimpleNamespace(is_one_machine=one_machine)
     assert transfer.Transfer._distribute(one, [1, 2, 3, 4, 5, 6], 3) == shares  # type: ignore[list-item]
+
+
+def test_only_reads_with_sends_are_kept() -> None:
+    """Three blocks of 10 bytes: one for the first pass, one for the second, one for both."""
+    reads = [read_of(item(0, low, 10, STAGING, low)) for low in (0, 10, 20)]
+    sends = [[Read.of(STAGING, 2, 5), Read(STAGING, 12, 2, 4, 2)], [Read.of(STAGING, 20, 25), Read.of(STAGING, 25, 30)]]
+    plan, first = LoadPlan([], [Round(sends, [[], []], reads, 30)], np.zeros(2, np.bool_)), np.array([True, False])
+    assert plan.filter_for_sinks([], [first, first]).reads == [reads[0], reads[2]]
+    assert plan.filter_for_sinks([], [~first, ~first]).reads == [reads[1], reads[2]]
+    assert plan.filter_for_sinks([], [first, first], keep_reads=True).reads == reads
+    assert plan.filter_for_sinks([], [first & ~first] * 2).reads == []
 
 
 MODEL = Model((Param("a", (30, 20)), Param("b", (37,), group=1)), {"buffer": torch.arange(50)})

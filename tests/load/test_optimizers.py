@@ -111,6 +111,9 @@ REFUSED: list[tuple[State, str, Topology, Any, str]] = [
     (SUMS, "Adagrad", Topology(3, 2), None, r"checkpoint's optimizer \(Adagrad\) keeps sum"),
     (random_state(MODEL, 0), "", Topology(2, 2), Factored,
      r"Factored keeps states that are not element-wise: row \(shape \(3,\)\)"),
+    # It keeps one variance for a flat buffer, and rows and columns for a matrix.
+    (random_state(MODEL, 0, ("variance",)), "", Topology(0), torch.optim.Adafactor,
+     "Adafactor keeps states that are not element-wise"),
 ]  # fmt: skip
 """Saved states, the optimizer that the saved configuration names, the target and its optimizer, the refusal."""
 
@@ -118,7 +121,7 @@ REFUSED: list[tuple[State, str, Topology, Any, str]] = [
 @pytest.mark.parametrize(
     ("state", "name", "target", "make", "text"),
     REFUSED,
-    ids=["other-raw", "other-zero12", "other-zero3", "stateless", "named", "live-not-elementwise"],
+    ids=["other-raw", "other-zero12", "other-zero3", "stateless", "named", "live-not-elementwise", "flat-buffer"],
 )
 def test_states_of_another_optimizer_are_refused(
     state: State, name: str, target: Topology, make: Any, text: str, tmp_path: Path

@@ -9,9 +9,10 @@ import pytest
 
 from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.tensor_parallel import settle as settling
+from deepspeed_ucp.tensor_parallel.facts import Facts
 from deepspeed_ucp.tensor_parallel.kinds import Partial, Replicate, SameShards, ShardH, ShardNC, ShardV
 from deepspeed_ucp.tensor_parallel.layout import copy_runs, find_faults, whole
-from deepspeed_ucp.tensor_parallel.metadata import from_universal_info, read_map
+from deepspeed_ucp.tensor_parallel.metadata import Mapped, from_universal_info, read_map
 from deepspeed_ucp.tensor_parallel.rules import from_attributes, from_config
 
 from . import models
@@ -272,6 +273,12 @@ def test_each_sides_map_describes_its_degree():
         reshard(source, cut_array(source, values), target), cut_array(target, values), strict=True
     ):
         np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("text", [".*", "^w$"])
+def test_a_map_precedes_the_lists_of_the_same_info(text):
+    lists = {key: [text] for key in ("parameter_with_row_parallelism_patterns", "tp_replicated_parameter_patterns")}
+    assert isinstance(from_universal_info(affine_info(MAPS["sub"][0]()) | lists).find("w", Facts()), Mapped)
 
 
 @pytest.mark.parametrize("name", ["segmented", "gather"])
