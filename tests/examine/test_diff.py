@@ -603,6 +603,18 @@ def test_elements_of_any_dtype_are_compared(dtype: str) -> None:
     assert found.relative == 1.0
 
 
+@given(data=st.binary(min_size=0, max_size=64), places=st.lists(st.integers(0, 63), max_size=3))
+def test_counts_and_positions_of_differences_equal_numpys(data: bytes, places: list[int]) -> None:
+    left = data[: len(data) // 4 * 4]
+    right = bytearray(left)
+    for place in places:
+        if place < len(right):
+            right[place] ^= 0x41
+    unequal = np.frombuffer(left, np.uint32) != np.frombuffer(right, np.uint32)
+    found = compare(left, right, "float32", "float32")
+    assert (found.differing, found.first) == (unequal.sum(), np.flatnonzero(unequal)[0] if unequal.any() else -1)
+
+
 NEGATIVE_NAN = np.array([0xFFC00000], np.uint32).view(np.float32)
 
 

@@ -68,5 +68,5 @@ def test_memory_to_fill_is_live_or_in_a_new_file(
 ) -> None:
     """A state that does not exist yet is in neither."""
     buffer = EngineBuffer(TWO, 0, 0, "float32", {"exp_avg": "float32"}, live=live, swap=swapped or None)
-    found = {state: (buffer.is_live(state), buffer.is_in_file(state)) for state in (MASTER, MODULE, "exp_avg")}
-    assert found == {MASTER: flags[0], MODULE: flags[0], "exp_avg": flags[1]}
+    found = {state: (buffer.is_live(state), buffer.is_in_file(state)) for state in (MASTER, MODULE, "exp_avg", "none")}
+    assert found == {MASTER: flags[0], MODULE: flags[0], "exp_avg": flags[1], "none": (False, swapped)}

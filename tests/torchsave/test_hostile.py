@@ -36,7 +36,7 @@ from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.formats.deepspeed.reading import read_file, read_hyper
 from deepspeed_ucp.load.client import check_trusted, read_objects
 from deepspeed_ucp.torchsave import unpickle
-from deepspeed_ucp.torchsave.objects import MOST_BITS, PickledObject, describe, has_more_parts, walk
+from deepspeed_ucp.torchsave.objects import MOST_BITS, Global, PickledObject, describe, has_more_parts, walk
 from deepspeed_ucp.torchsave.repickle import write_pickle
 from deepspeed_ucp.torchsave.torchfile import list_records, name_storages, read_header
 from deepspeed_ucp.torchsave.unpickle import read_pickle
@@ -504,6 +504,14 @@ def test_forged_pickles_run_no_code(tmp_path: Path, kind: str) -> None:
     with suppress(UcpError):
         read_pickle(data, "x.pt")
     assert not mark.exists()
+
+
+@pytest.mark.parametrize("name", ["os.system", "builtins.eval", "torch.load", "torch.ops", "numpy.load", "a.b.c"])
+def test_globals_are_read_as_names(name: str) -> None:
+    module, _, attribute = name.rpartition(".")
+    found = read_pickle(forge(text(module), text(attribute), b"\x93", b"K\x01K\x02\x86R"), "x.pt")
+    assert isinstance(found.root, PickledObject) and (found.root.kind, found.root.args) == (name, (1, 2))
+    assert list(found.list_uses()[0]) == [Global(module, attribute)]
 
 
 def test_a_storage_type_in_place_of_a_storage_is_refused() -> None:

@@ -162,6 +162,13 @@ def test_values_that_cannot_be_written_are_refused(write, words, tmp_path):
         write(str(tmp_path / "x.pt"))
 
 
+def test_deep_values_are_written_without_recursion():
+    deep: list = []
+    for _ in range(5000):
+        deep = [deep]
+    assert len(write_pickle(deep)) > 15_000
+
+
 def test_calls_and_instances_are_written():
     found = pickle.loads(write_pickle([call("builtins", "complex", 1.0, 2.0), Global("math", "inf")]))
     assert found == [1 + 2j, math.inf]
