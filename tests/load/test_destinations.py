@@ -42,6 +42,10 @@ def raw(tensor: torch.Tensor) -> memoryview:
     return memoryview(bytearray(tensor.contiguous().view(torch.uint8).numpy().tobytes()))
 
 
+def test_an_empty_tensor_has_no_memory() -> None:
+    assert TensorSink(Buffer(torch.zeros(0), fill_first=True), "float32").view(0, 0) is None
+
+
 def test_a_non_contiguous_tensor_is_filled_in_separate_memory() -> None:
     whole = torch.zeros(3, 2)
     sink = TensorSink(Buffer(whole.t(), fill_first=False), "float32")
