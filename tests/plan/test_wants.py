@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deepspeed_ucp.model.flat import join_parameters
-from deepspeed_ucp.model.storage import MASTER, MODULE, Atom, ParamKey
+from deepspeed_ucp.model.storage import COPY, MASTER, MODULE, Atom, ParamKey
 from deepspeed_ucp.model.view import EngineBuffer, EngineView
 from deepspeed_ucp.plan.locate import Want
 from deepspeed_ucp.plan.match import Match
@@ -51,6 +51,27 @@ def test_a_whole_state_is_wanted_for_each_parameter_in_the_partition() -> None:
     found = list_of(EngineBuffer(TWO, 0, 0, "float32", {"exp_avg": "float32"}, whole=("exp_avg",)))
     assert found.wants == [Want(A, 0, 5, 0, 0), Want(A_MOMENT, 0, 6, 1, 0)]
     assert found.blanks == []
+
+
+@pytest.mark.parametrize(
+    ("tensor", "with_states", "held", "wanted"),
+    [
+        (False, True, (COPY, MODULE, MASTER), MASTER),
+        (False, False, (MASTER, MODULE, COPY), COPY),
+        (True, True, (MASTER, COPY, MODULE), MODULE),
+        (True, True, (MASTER, COPY), COPY),
+        (True, False, (MASTER, COPY), COPY),
+    ],
+)
+def test_the_wanted_weight_is_the_master_copy_or_module_tensor(
+    tensor: bool, with_states: bool, held: tuple[str, ...], wanted: str
+) -> None:
+    """The master if states are loaded, else the copy; the module's tensor or the copy if there is no optimizer."""
+    buffer = EngineBuffer(join_parameters(0, ("b",), ((3,),)), 0, 0, "float32")
+    view = EngineView(extras=[buffer]) if tensor else EngineView(flats=[buffer])
+    index = planning.make_index([planning.make_atom("b", 3, state=state) for state in held])
+    (want,) = list_wants(index, view, MATCH, {}, with_states=with_states).wants
+    assert want.atom.state == wanted
 
 
 @pytest.mark.parametrize(
