@@ -21,7 +21,10 @@ from deepspeed_ucp.formats.deepspeed.headers import (
     OptimHeader,
     Piece,
     PrefixedTensors,
+    TensorStates,
+    batch_files,
     encode_header,
+    select_files,
 )
 from deepspeed_ucp.formats.deepspeed.save import Save, name_expected_files
 from deepspeed_ucp.formats.deepspeed.zero import GroupShare, deal_group
@@ -308,3 +311,29 @@ PLAIN = make_tensors(0, "0")
 def test_headers_that_differ_in_more_than_offsets_are_not_encoded(tensors: dict[str, Piece]) -> None:
     header = make_expert(tensors)
     assert encode([header], FileHeader("first", 1))[0][0] is header
+
+
+def make_shard(rank: int, numel: int, dtype: str = "float32") -> FileHeader:
+    """Make the header of a rank's file with one flat buffer, whose master and state share a record."""
+    record = Record(64 * rank, 8 * numel, None if rank else 7)
+    master, state = (Piece(record, at * 4 * numel, (numel,), dtype) for at in range(2))
+    tensors = (TensorStates({"exp_avg": state}, {"step": 3}),)
+    slices, paddings = ((("w", rank, numel),),), (rank,)
+    optim = OptimHeader("zero12", 1, (master,), tensors, (0,), ({"lr": 0.1},), slices, paddings=paddings)
+    return FileHeader(f"rank{rank}", 1000 + rank, rank, optim=optim)
+
+
+def unfold(header: FileHeader) -> FileHeader:
+    optim = header.optim
+    return replace(header, optim=optim and replace(optim, masters=(*optim.masters,), tensors=(*optim.tensors,)))
+
+
+def test_decoded_optimizer_headers_equal_the_originals_and_form_a_table() -> None:
+    first, *others = [make_shard(rank, numel) for rank, numel in enumerate((8, 5, 8))]
+    odd = make_shard(3, 8, "bfloat16")
+    _, again = encode([*others, odd], first)
+    assert list(map(unfold, again)) == [*others, odd]
+    alike, apart = select_files(batch_files([first, *again]), [*again, first])
+    assert (alike.parts, apart.parts, alike.headers) == ([0, 1, 3], [2], [*again[:2], first])
+    assert ([*alike.pick(0, "offset")], [*alike.pick(1, "start")]) == ([64, 128, 0], [20, 32, 32])
+    assert (alike.pick_padding(0), alike.template.firsts) == ((1, 2, 0), [0, 0])
