@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import resource
 import shutil
 import signal
 import time
@@ -16,12 +15,10 @@ from typing import Any
 import pytest
 
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.convert.outputs import CONVERSION
 from deepspeed_ucp.errors import StorageError
 from deepspeed_ucp.export.safetensors import export_safetensors
 from deepspeed_ucp.export.tensors import ExportOptions
 from deepspeed_ucp.formats import open_checkpoint
-from deepspeed_ucp.io.upload import open_staging
 from tests.convert.conversions import TOPOLOGY, convert, read_bytes, write_source
 from tests.convert.converting import use_small_ranges
 from tests.support.covering import stride
@@ -164,20 +161,6 @@ def test_an_interrupt_leaves_no_files(source: Path, place: Callable[[object], Pa
     check_done(root, source, expected)
 
 
-def test_the_kernels_file_size_limit_is_an_error(source: Path, place: Callable[[object], Path], tmp_path: Path) -> None:
-    """RLIMIT_FSIZE limits writes by all calls."""
-    root = place("root")
-
-    def work(limit: int) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-        with pytest.raises(StorageError, match="disk full .File too large.*bytes free"):
-            convert(root)
-
-    for limit in (300, 3000, 9000):
-        assert run_child(lambda limit=limit: work(limit)) == 0
-        assert {path.name for path in root.iterdir()} == {path.name for path in source.iterdir()}
-
-
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_the_folder_of_a_killed_attempt_is_removed(
     overwrite: bool, source: Path, place: Callable[[object], Path], expected: Any, tmp_path: Path
@@ -211,16 +194,6 @@ def test_too_little_room_is_an_error_before_the_first_byte(
     with pytest.raises(StorageError, match=r"needs .* bytes, has 1,000 bytes free"):
         WRITERS[writer](root)
     assert {path.name for path in root.iterdir()} == {path.name for path in source.iterdir()}
-
-
-def test_a_second_converter_is_refused(source: Path, place: Callable[[object], Path], expected: Any) -> None:
-    root = place("root")
-    with open_staging(str(root / DST), str(root / "global_step3"), CONVERSION).lock():
-        text = f"a conversion to .*{DST} is under way already .pid {os.getpid()} on "
-        with pytest.raises(StorageError, match=text):
-            convert(root)
-    convert(root)
-    check_done(root, source, expected)
 
 
 # -- existing outputs --------------------------------------------------------------------------------------------------

@@ -343,21 +343,6 @@ def test_an_unverified_output_is_not_reused_for_a_verified_one(tmp_path: Path) -
         convert_tag(tmp_path)
 
 
-def test_overwrite_replaces_damaged_files_and_keeps_foreign_ones(tmp_path: Path) -> None:
-    make_source().write(tmp_path / "tag")
-    to = Path(convert_tag(tmp_path).destination)
-    before = read_bytes(to)
-    data = bytearray(before["zero/body.row/exp_avg.pt"])
-    data[4100] ^= 1  # a check of names and sizes passes
-    (to / "zero/body.row/exp_avg.pt").write_bytes(data)
-    convert_tag(tmp_path, overwrite=True)
-    assert read_bytes(to) == before
-    (to / "notes.txt").write_text("mine")
-    with pytest.raises(StorageError, match=r"notes\.txt"):
-        convert_tag(tmp_path, overwrite=True)
-    assert (to / "notes.txt").read_text() == "mine"
-
-
 def test_all_ranks_convert_the_tag_that_rank_0_has_read(tmp_path: Path) -> None:
     """A save completes before the other ranks read ``latest``."""
     for tag in ("tag1", "tag2"):

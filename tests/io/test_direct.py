@@ -7,8 +7,6 @@ import mmap
 import os
 import random
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -105,19 +103,6 @@ def test_a_long_piece_is_written_in_several_calls(
         write(tmp_path / "file", [view[shift : shift + len(DATA)]], 0)
         assert len(passed) > 10 and (tmp_path / "file").read_bytes() == DATA
         passed.clear()
-
-
-def test_adjacent_ranges_are_written_by_several_threads(passed: list[tuple[int, int]], tmp_path: Path) -> None:
-    path, data = tmp_path / "file", random.Random(3).randbytes(5_000_000)
-    path.write_bytes(b"")
-    cuts = [0, *sorted(random.Random(4).sample(range(len(data)), 30)), len(data)]
-    with ThreadPoolExecutor(8) as pool:
-        for done in [pool.submit(write, path, [data[a:b]], a) for a, b in pairwise(cuts)]:
-            done.result()
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.close(fd)
-    assert passed and path.read_bytes() == data
 
 
 @pytest.mark.parametrize("first", [True, False])

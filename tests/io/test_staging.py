@@ -417,16 +417,6 @@ def test_syncfs_is_used_if_it_reports_errors(tmp_path: Path, monkeypatch: pytest
         disk._sync_filesystem(str(tmp_path))
 
 
-def test_the_hint_to_start_large_writes_accepts_any_arguments(tmp_path: Path) -> None:
-    """Its effect on the disk cannot be tested."""
-    data = os.urandom(3 << 20)
-    with open(tmp_path / "file", "w+b") as stream:
-        write_at(stream.fileno(), data, 123)
-        disk.write_parts(stream.fileno(), [b"head", data, b"tail"], (5 << 30) + 7)
-        stream.seek((5 << 30) + 7)
-        assert stream.read() == b"head" + data + b"tail"
-
-
 def test_concurrent_writes_of_one_file_are_atomic(tmp_path: Path) -> None:
     """No temporary file remains."""
     path, texts = tmp_path / "latest", [b"global_step%d" % 10**number for number in range(8)]

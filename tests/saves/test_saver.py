@@ -247,14 +247,6 @@ def test_training_continues_if_a_writer_fails_to_start(
     assert training.saver.finish() and training.is_whole(TAG)
 
 
-def test_a_late_destination_is_reported_once(training: Training, caplog: pytest.LogCaptureFixture) -> None:
-    with without_writer():
-        for tag in "abcd":
-            assert training.save(tag, write=write_nothing)
-    training.job.remove()
-    assert caplog.text.count("still lacks") == caplog.text.count(f"{training.destination} still lacks a, which") == 1
-
-
 def test_saves_share_a_writer_until_it_is_killed(training: Training) -> None:
     """A starting writer counts: a second one would wait for its lock, and the first one for announcements."""
     with mock.patch.object(launch, "start_writer", side_effect=launch.start_writer) as start:
