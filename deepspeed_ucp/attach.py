@@ -21,6 +21,7 @@ _ENGINE = "deepspeed.runtime.engine"
 """Its import defines all wrapped classes of DeepSpeed."""
 
 _CONFIG, _PIPELINE = "deepspeed.runtime.config", "deepspeed.runtime.pipe.engine"
+_BUILDER = "deepspeed.ops.op_builder.builder"
 
 
 class Wrapped(NamedTuple):
@@ -56,6 +57,7 @@ TABLE = [
     Wrapped(_ENGINE, "DeepSpeedEngine.backward", "hook", "_backward"),
     Wrapped(_ENGINE, "DeepSpeedEngine._take_model_step", "hook", "_take_model_step"),
     Wrapped(_PIPELINE, "PipelineEngine.train_batch", "hook", "_train_batch"),
+    Wrapped(_BUILDER, "OpBuilder.jit_load", "compiling", "jit_load", newer=True),
 ]
 """All wrapped methods and functions, DeepSpeed's first."""
 
