@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import sysconfig
 import time
 from collections.abc import Callable
 from functools import partial
@@ -40,35 +39,22 @@ def _report_uncaught(
     if isinstance(error, UcpError) and error.shared:
         error.__cause__ = find_fault(error)
         if error.__cause__ is None:
-            summary = _summarize(error, trace)
+            summary = _summarize(error)
             if summary is not None:
                 former(kind, summary, summary.__traceback__)
             return
     former(kind, error, trace)
 
 
-def _summarize(error: UcpError, trace: TracebackType | None) -> UcpError | None:
+def _summarize(error: UcpError) -> UcpError | None:
     """Return this rank's form of an error of all ranks, or None for no output."""
     if not error.echo:
         ranks = int(os.environ.get("WORLD_SIZE") or 1)
         if ranks > 1:
             error.args = (*error.args, f"(This error ended ranks 0-{ranks - 1}.)")
-        return error.with_traceback(_keep_script_frames(trace))
+        return error
     time.sleep(_HEAD_START)
     if not is_first_of_node():
         return None
     text = str(error).partition("\n")[0]
     return type(error)(f"{text[:_SHOWN]}{'…' * (len(text) > _SHOWN)} (all of it on rank 0)")
-
-
-def _keep_script_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Remove the frames of libraries and of this package from a traceback."""
-    if trace is None:
-        return None
-    rest, path = _keep_script_frames(trace.tb_next), trace.tb_frame.f_code.co_filename
-    package = os.path.dirname(os.path.abspath(__file__))
-    folders = (package, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
-    is_inside = path.startswith(("<frozen", *(os.path.join(folder, "") for folder in folders)))
-    if is_inside or any(f"/{name}/" in path for name in ("site-packages", "dist-packages")):
-        return rest
-    return TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)

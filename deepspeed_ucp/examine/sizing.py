@@ -50,15 +50,7 @@ def count_state(index: AtomicIndex, degrees: Degrees) -> tuple[int, int]:
 
 
 def measure_save(states: int, weights: int, degrees: Degrees, per_node: int) -> tuple[int, int]:
-    """Distribute a save's bytes over nodes, as DeepSpeed does.
-
-    Args:
-        states, weights: as returned by :func:`count_state`.
-        per_node: consecutive ranks of a node.
-
-    Returns:
-        Bytes of the node that writes most, and the number of nodes.
-    """
+    """Return the most bytes of a save on one node, and the number of nodes."""
     world, tp = degrees.world, degrees.tp
     cut, whole = (states, weights) if degrees.traits.is_cut else (0, states + weights)
     if degrees.zero == 3:

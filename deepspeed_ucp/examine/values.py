@@ -67,9 +67,7 @@ def compare_values(
 ) -> list[ValueDifference]:
     """Compare scalars and hyper-parameters of the parameters that both sides have.
 
-    Args:
-        names: A's names → B's, of those that differ.
-        wants: whether a parameter is compared.
+    ``names`` maps A's names to B's where they differ; ``wants`` chooses the parameters.
     """
     differences: list[ValueDifference] = []
     for section, mine, theirs in (
@@ -204,9 +202,7 @@ def _differ_in_trees(
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yield (path, value of A, value of B) for all differences of two object trees.
 
-    Args:
-        begin: the path and the parts of A and B to start from.
-        seen: compared pairs; shared parts would take exponential time otherwise.
+    ``seen`` has the compared pairs: shared parts would take exponential time otherwise.
     """
     todo = [begin]
     while todo:

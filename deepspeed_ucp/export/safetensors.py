@@ -53,12 +53,7 @@ class SafeLayout:
 
 
 def lay_out(tensors: Mapping[str, Tensor], max_shard: int = MAX_SHARD, stem: str = "model") -> SafeLayout:
-    """Place tensors in files.
-
-    Args:
-        tensors: name → tensor, in the order of the state dict.
-        max_shard: bytes of data per file; a larger tensor gets its own file.
-    """
+    """Place tensors in files of ``max_shard`` bytes; a larger tensor gets its own."""
     if odd := [name for name in tensors if any("\ud800" <= char <= "\udfff" for char in name)]:
         raise UnsupportedError(f"safetensors has no names such as {shorten(odd)}; --rename or --to dcp has them.")
     if unknown := sorted({tensor.dtype for tensor in tensors.values()} - set(_NAMES)):

@@ -33,13 +33,7 @@ def hold_lock(path: str, purpose: str) -> Iterator[None]:
     """Context in which this process holds a lock file, which is deleted at the end.
 
     The kernel releases the lock when its holder dies. On a file system without ``flock`` the existence of the file is
-    the lock; after a crash the user must remove it, as the error says.
-
-    Args:
-        purpose: work of the holder, for the error message of others.
-
-    Raises:
-        StorageError: another process holds it; the message has its host, pid and time.
+    the lock; after a crash the user must remove it, as the error says. A StorageError describes another holder.
     """
     fd = _acquire(path, purpose)
     try:
@@ -288,11 +282,7 @@ def _is_temporary(name: str) -> bool:
 
 
 def check_apart(destination: str, real: str, source: str) -> None:
-    """Raise if source and destination contain each other.
-
-    Args:
-        real: the destination as an absolute path without links, or as a normalized URL; so is ``source``.
-    """
+    """Raise if source and destination (``real``: without links) contain each other."""
     real, source = (f"{path.rstrip('/')}/" for path in (real, source))
     if source.startswith(real):
         raise StorageError("holds the checkpoint that is read; write it elsewhere.", path=destination)
