@@ -7,7 +7,6 @@ import fcntl
 import os
 import re
 import shutil
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -206,25 +205,17 @@ def test_a_lock_file_removed_before_flock_is_created_again(staging: Staging, mon
 
 
 def test_only_one_thread_at_a_time_holds_the_lock(staging: Staging) -> None:
-    inside, refused, most = [0], [0], [0]
+    inside, most = [0], [0]
 
-    def work() -> None:
-        for _ in range(50):
-            try:
-                with hold_lock(staging.lock_path, "work"):
-                    inside[0] += 1
-                    most[0] = max(most[0], inside[0])
-                    inside[0] -= 1
-            except StorageError:
-                refused[0] += 1
+    def work(_: int) -> None:
+        with suppress(StorageError), hold_lock(staging.lock_path, "work"):
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+            inside[0] -= 1
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert most[0] == 1
-    assert not os.path.exists(staging.lock_path)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(200)))
+    assert most[0] == 1 and not os.path.exists(staging.lock_path)
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP], ids=errno.errorcode.get)
