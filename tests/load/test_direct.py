@@ -1,18 +1,14 @@
-"""The direct load against a stand-in engine: values, counters and states; several ranks; two passes, all or nothing."""
+"""The direct load against a stand-in engine: values, counters and states; several ranks."""
 
 from __future__ import annotations
 
 import logging
-import os
-import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -20,10 +16,7 @@ import torch
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.engine.parallel import Place
-from deepspeed_ucp.engine_state import find_state
-from deepspeed_ucp.errors import CheckpointError, MismatchError, RemoteError, StorageError, UnsupportedError
-from deepspeed_ucp.formats import open_checkpoint
-from deepspeed_ucp.formats.deepspeed.naming import Naming
+from deepspeed_ucp.errors import MismatchError, RemoteError, StorageError, UnsupportedError
 from deepspeed_ucp.io.threads import count_threads
 from deepspeed_ucp.load import direct, transfer
 from deepspeed_ucp.load.context import LoadContext, LoadReport
@@ -35,16 +28,14 @@ from deepspeed_ucp.model.records import Records
 from deepspeed_ucp.model.topology import Topology as SavedTopology
 from deepspeed_ucp.plan.rounds import BLOCK
 from tests.support.cases import AWKWARD, KINDS
-from tests.support.covering import cover, params, stride
+from tests.support.covering import cover, params
 from tests.support.curriculum import make_sampler
-from tests.support.damage import flip, flip_bit, write_checksums
+from tests.support.damage import write_checksums
 from tests.support.direct import (
     PLAIN,
-    REFUSED,
     STATES,
     ZERO1,
     FakeEngine,
-    Restored,
     Scheduler,
     change_file,
     check_loaded,
@@ -56,9 +47,8 @@ from tests.support.direct import (
     start,
     write,
 )
-from tests.support.held import without_collector
 from tests.support.ranks import World, current_rank, run_ranks
-from tests.support.reshard import SENTINEL, FakeTarget, groups_of, make_targets, open_for, take_a_step
+from tests.support.reshard import SENTINEL, FakeTarget, make_targets, open_for, take_a_step
 from tests.synth import Model, Param, Run, State, Topology
 
 
@@ -471,285 +461,3 @@ def test_large_pages_are_requested_for_new_memory_only(tmp_path: Path, monkeypat
     apart.use_separate()
     Transfer(FillPlan(open_for(path, rank), buffers=[live, apart, states]), Comm(), UniversalConfig())
     assert requests == [(apart.memory.data_ptr(), 24), (states.tensor.data_ptr(), 24)]
-
-
-def test_a_state_file_with_a_damaged_pickle_is_read_from_the_next_place(tmp_path: Path) -> None:
-    """Its header was read in the first place; its objects are read in the nearest."""
-    run = Run(client_state={"rng": torch.arange(100), "mine": "a long text of the client"})
-    path, state, rank = start(tmp_path / "first", run=run)
-    near = tmp_path / "near"
-    shutil.copytree(path, near)
-    index = open_checkpoint(str(path), Comm(), Naming(*groups_of(rank, Comm())[:1]), also=[str(near)])
-    index = replace(index, files=tuple(replace(file, places=file.places[::-1]) for file in index.files))
-    flip(near / STATES, (near / STATES).read_bytes().index(b"a long text"))
-    _, _, client = run_load(index, rank)
-    assert client["mine"] == "a long text of the client" and client["rng"].equal(torch.arange(100))
-    check_loaded([rank], state)
-
-
-# -- two passes, all or nothing ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "state"), [("a", "fp32"), ("b", "exp_avg"), ("b", "exp_avg_sq"), ("frozen", "module")]
-)
-@pytest.mark.parametrize("topology", [Topology(0), Topology(2), Topology(3)], ids=lambda t: t.label)
-@pytest.mark.parametrize("trained", [False, True], ids=["fresh", "trained"])
-def test_a_damaged_record_is_refused_and_leaves_the_engine_unchanged(
-    trained: bool, topology: Topology, name: str, state: str, tmp_path: Path
-) -> None:
-    path, _ = write(tmp_path, ZERO1)
-    rank = FakeTarget(PLAIN, topology, 0)
-    if trained:
-        take_a_step(rank.wrapped)
-    before, index = keep_values([rank]), open_for(path, rank)
-    flip_bit(index, name, state)
-    with pytest.raises(CheckpointError, match=r"states.pt: the \d+ bytes at \d+ have CRC32 .* damaged"):
-        run_load(index, rank)
-    assert all(now.equal(old) for now, old in zip(list_tensors(rank), before, strict=True))
-    if not trained:
-        check_untouched(rank)
-
-
-def test_custom_load_fn_is_not_called_with_a_damaged_module(tmp_path: Path) -> None:
-    path, _ = write(tmp_path, Topology(1, 3, "bf16"))
-    rank, given = FakeTarget(PLAIN, Topology(2), 0), dict[str, Any]()
-    index, engine = open_for(path, rank), FakeEngine(rank)
-    flip_bit(index, "a", "copy")
-    with pytest.raises(CheckpointError, match="Nothing was changed"):
-        run_load(index, rank, engine=engine, custom_load_fn=lambda src, dst: given.update(src))
-    assert not given and not find_state(engine).broken
-    check_untouched(rank)
-
-
-SHARD = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
-
-
-def replace_shard(path: Path) -> None:
-    other, _ = write(path / "other", Topology(1, 3, "bf16"), seed=5)
-    shutil.move(other / SHARD, path / SHARD)
-
-
-def change_module(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
-    return lambda path: change_file(
-        path / STATES, lambda tree: tree["module"].update({name: change(tree["module"][name])})
-    )
-
-
-PERMUTE = change_module("frozen", lambda tensor: tensor.t().contiguous().t())
-EDIT = change_module("a", lambda tensor: tensor * 3)
-
-
-RNG = Run(client_state={"rng": torch.arange(100)})
-CUSTOM, SCHEDULED = Run(client_state={"mine": Restored()}), Run(lr_scheduler=REFUSED)
-
-
-def damage_client_tensor(path: Path) -> None:
-    flip(path / STATES, (path / STATES).read_bytes().index(torch.arange(100).numpy().tobytes()) + 17)
-
-
-REFUSALS: dict[str, tuple[Run, Callable[[Path], None], type[Exception], str, dict[str, Any]]] = {
-    "shard of another run": (Run(), replace_shard, CheckpointError, f"{SHARD}: its fp32 weights differ", {}),
-    "client class": (CUSTOM, lambda _: None, UnsupportedError, "Restored", {"trust_pickle": True}),
-    "client tensor": (RNG, damage_client_tensor, CheckpointError, "Nothing was changed", {"verify": "off"}),
-    "scheduler": (SCHEDULED, lambda _: None, RemoteError, "of another kind", {}),
-    "permuted": (Run(), PERMUTE, UnsupportedError, r"frozen \(module\): its memory is not contiguous", {}),
-    "edited weight": (Run(), EDIT, CheckpointError, '"verify": "off"', {"verify": "off"}),
-}
-"""Saved run, change of its files, the refusal, and options with which the load succeeds."""
-
-
-@pytest.mark.parametrize(("run", "change", "kind", "text", "accepted"), REFUSALS.values(), ids=REFUSALS)
-def test_a_refused_load_leaves_the_engine_unchanged(
-    run: Run, change: Callable[[Path], None], kind: type[Exception], text: str, accepted: dict[str, Any], tmp_path: Path
-) -> None:
-    path, state, rank = start(tmp_path, Topology(1, 3, "bf16"), run)
-    change(path)
-    index = open_for(path, rank)
-    with pytest.raises(kind, match=text):
-        run_load(index, rank)
-    check_untouched(rank)
-    if accepted:
-        run_load(index, rank, config=UniversalConfig(**accepted))
-        check_loaded([rank], state)
-
-
-def test_one_error_lists_all_reasons_of_a_refusal(tmp_path: Path) -> None:
-    path, _ = write(tmp_path, Topology(1, 2), run=Run(client_state={"mine": Restored()}))
-    params = (*PLAIN.params[:-1], replace(PLAIN.params[-1], name="other"))
-    rank = FakeTarget(replace(PLAIN, params=params), Topology(2), 0)
-    rank.group_members = lambda: {0: ("a", "b")}  # type: ignore[method-assign]
-    with pytest.raises(UnsupportedError) as raised:
-        run_load(open_for(path, rank), rank)
-    for line, text in zip(str(raised.value).splitlines(), ("Restored", "other", "param groups"), strict=True):
-        assert text in line
-    check_untouched(rank)
-
-
-def after_verification(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> None:
-    check = Transfer.verify
-
-    def check_and_go_on(transfer: Transfer) -> int:
-        nbytes = check(transfer)
-        then()
-        return nbytes
-
-    monkeypatch.setattr(Transfer, "verify", check_and_go_on)
-    monkeypatch.setattr(transfer, "_PAUSE", 0.0)
-    monkeypatch.setattr(transfer, "_ATTEMPTS", 1)
-
-
-def keep_values(targets: list[FakeTarget]) -> list[torch.Tensor]:
-    return [tensor.clone() for target in targets for tensor in list_tensors(target)]
-
-
-def list_tensors(target: FakeTarget) -> list[torch.Tensor]:
-    states = [value for entry in target.wrapped.state.values() for value in entry.values()]
-    tensors = [flat.data for flat in target.flats] + [extra.data for extra in target.extras()]
-    return [*tensors, *(state for state in states if isinstance(state, torch.Tensor))]
-
-
-@pytest.mark.parametrize("name", ["a", "b"])
-@pytest.mark.parametrize("passes", [1, 2])
-def test_a_file_change_after_verification_is_detected_by_the_second_pass(
-    passes: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A load in a single pass has already read the old bytes and succeeds."""
-    have_memory(monkeypatch, passes == 1)
-    path, state, rank = start(tmp_path)
-    take_a_step(rank.wrapped)
-    index, engine = open_for(path, rank), FakeEngine(rank, steps=1)
-    after_verification(monkeypatch, lambda: flip_bit(index, name, "fp32"))
-    if passes == 1:
-        run_load(index, rank, engine=engine)
-        check_loaded([rank], state)
-        return
-    with pytest.raises(CheckpointError, match=r"states.pt: was written to .* must not be used") as caught:
-        run_load(index, rank, engine=engine)
-    assert find_state(engine).broken == str(caught.value)
-
-
-class FailingReads:
-    """Storage that fails at the n-th read after `arm`: `once`, or from then on."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int, *, once: bool) -> None:
-        self.number, self.once, self.count, self.armed = number, once, 0, False
-        self.preadv = os.preadv
-        monkeypatch.setattr(os, "preadv", self.read)
-
-    def read(self, fd: int, views: list[memoryview], offset: int) -> int:
-        if self.armed:
-            self.count += 1
-            if self.count == self.number or (self.count > self.number and not self.once):
-                raise OSError(5, "Input/output error")
-        return self.preadv(fd, views, offset)
-
-    def arm(self) -> None:
-        self.armed = True
-
-
-@pytest.mark.parametrize("verify", ["crc", "off"])
-@pytest.mark.parametrize(
-    ("trained", "much"), [(True, True), (True, False), (False, True)], ids=["apart", "two passes", "in place"]
-)
-def test_a_read_error_leaves_the_engine_unchanged_or_blocks_it(
-    trained: bool, much: bool, verify: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Fail one read of a load on two ranks, for growing read numbers until the load has no such read.
-
-    By default every twelfth read, others in each case; all reads under `-m exhaustive`.
-    """
-    have_memory(monkeypatch, much)
-    path, state = write(tmp_path, Topology(1, 3))
-    config = UniversalConfig(verify=verify, threads=1)  # type: ignore[arg-type]
-    monkeypatch.setattr(transfer, "_ATTEMPTS", 1)
-    blocked, index = 0, open_for(path, make_targets(PLAIN, Topology(3, 2))[0])
-    turn = (2 * trained + much) % 3 + 3 * (verify == "off")
-    step = stride(12)
-    for number in range(1 + 2 * turn % step, 999, step):
-        targets = make_targets(PLAIN, Topology(3, 2))
-        if trained:
-            for target in targets:
-                take_a_step(target.wrapped)
-        before = keep_values(targets)
-        engines = [FakeEngine(target, steps=int(trained)) for target in targets]
-        with monkeypatch.context() as patch:
-            failing = FailingReads(patch, number, once=True)
-            failing.arm()
-            work = lambda rank, comm: run_load(index, targets[rank], comm, config, engine=engines[rank])  # noqa: B023, E731
-            results = World(2).run(work)
-        if failing.count < number:
-            break
-        texts = {str(result) for result in results}
-        assert len(texts) == 1 and "states.pt: cannot be read at byte" in texts.pop()
-        same = all(now.equal(then) for now, then in zip(keep_values(targets), before, strict=True))
-        messages = [find_state(engine).broken for engine in engines]
-        assert same if messages == ["", ""] else messages == [str(result) for result in results]
-        blocked += not same
-    check_loaded(targets, state)
-    few = 0 if trained else sum(len(target.extras()) for target in targets)  # these cannot be recomputed
-    assert number > 8 and (blocked <= few) == much
-
-
-def test_a_failed_read_of_the_second_pass_is_retried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    have_memory(monkeypatch, False)
-    path, state = write(tmp_path, ZERO1)
-    targets = make_targets(PLAIN, Topology(3, 2))
-    for target in targets:
-        take_a_step(target.wrapped)
-    index, failing = open_for(path, targets[0]), FailingReads(monkeypatch, 2, once=True)
-    after_verification(monkeypatch, failing.arm)
-    monkeypatch.setattr(transfer, "_ATTEMPTS", 2)
-    run_ranks(2, lambda rank, comm: run_load(index, targets[rank], comm, UniversalConfig(threads=1)))
-    check_loaded(targets, state)
-    assert "retrying" in caplog.text
-
-
-def test_a_failed_read_releases_its_memory_before_the_next_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    attempts = iter(range(3))
-    monkeypatch.setattr(transfer, "_PAUSE", 0.0)
-    with without_collector() as failing:
-
-        def read(*_: Any) -> list[Any]:
-            assert failing.held == 0
-            return [] if next(attempts) % 3 == 2 else failing.fail(CheckpointError("cannot be read."))
-
-        one = SimpleNamespace(_try_second_pass=read)
-        assert Transfer._run_second_pass(one) == []  # type: ignore[arg-type]
-        assert not list(attempts)
-
-
-def test_a_complete_load_unblocks_a_half_loaded_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, state, rank = start(tmp_path)
-    take_a_step(rank.wrapped)
-    index, engine = open_for(path, rank), FakeEngine(rank)
-    with monkeypatch.context() as patch:
-        have_memory(patch, False)
-        failing = FailingReads(patch, 1, once=False)
-        after_verification(patch, failing.arm)
-        with pytest.raises(CheckpointError, match="must not be used"):
-            run_load(index, rank, engine=engine)
-    assert find_state(engine).half_states
-    run_load(index, rank, engine=engine)
-    assert not find_state(engine).broken
-    assert not find_state(engine).half_states
-    check_loaded([rank], state)
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "error"),
-    [(FakeTarget, "refresh_copies", KeyboardInterrupt), (Transfer, "undo", ZeroDivisionError)],
-)
-def test_an_engine_is_blocked_if_refresh_copies_or_undo_raises(
-    owner: type, name: str, error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, _, rank = start(tmp_path)
-    index, engine = open_for(path, rank), FakeEngine(rank)
-    if owner is Transfer:
-        flip_bit(index, "a", "fp32")
-    monkeypatch.setattr(owner, name, mock.Mock(side_effect=error))
-    with pytest.raises(error):
-        run_load(index, rank, engine=engine)
-    assert "must not be used" in find_state(engine).broken
