@@ -80,8 +80,13 @@ class Spread(Kind):
         return join_cut([local.state for local in ranks], self.tp)
 
     def is_direct(self, source: Any) -> bool:
-        """Return True also for ZeRO 3, whose experts DeepSpeed's load is not known to restore, and BF16_Optimizer."""
-        return source != self or self.stage == 3 or (self.stage == 0 and self.precision == "bf16" and self.pp > 1)
+        """Return True also for ZeRO 3, whose experts DeepSpeed's load is not known to restore, and BF16_Optimizer.
+
+        At ZeRO 1 and 2 the momentum of Muon has the gradients' dtype: DeepSpeed's load would cast it to the masters'.
+        """
+        if source != self or self.stage == 3:
+            return True
+        return self.precision == "bf16" and (self.pp > 1 if self.stage == 0 else self.muon)
 
     def find_refusal(self, source: Any) -> str:
         """Return the expected refusal: Muon sorts by size, and cut matrices have another size."""
