@@ -1,4 +1,4 @@
-"""Unchanged topologies in which DeepSpeed's own load is tested to be correct.
+"""Topologies that DeepSpeed's own load restores correctly if they are unchanged.
 
 The plugin loads all others. Its load gives the same bits and verifies them. A row or an option is in the table only if
 a test covers it.

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
@@ -227,7 +226,7 @@ def make_buffers(
     return buffers
 
 
-def map_partition(buffer: EngineBuffer, filled: Container[str]) -> Any:
+def map_partition(buffer: EngineBuffer, filled: Container[str]) -> torch.Tensor:
     """Return memory to fill: the live partition, or a file to replace its swap file.
 
     Args:
@@ -237,9 +236,11 @@ def map_partition(buffer: EngineBuffer, filled: Container[str]) -> Any:
         DiskFullError: there is no room for the file.
     """
     if buffer.swap is None:
-        return buffer.data
-    make = buffer.swap.make if all(name in filled for name in buffer.names) else buffer.swap.copy
-    return make(buffer.buffer.partition)
+        memory: torch.Tensor = buffer.data
+    else:
+        make = buffer.swap.make if all(name in filled for name in buffer.names) else buffer.swap.copy
+        memory = make(buffer.buffer.partition)
+    return memory
 
 
 _REAL = {dtype for dtype in FLOATING if not dtype.startswith("float8")}

@@ -234,7 +234,7 @@ def _keep_total_batch(accelerator: Any, engine: Any, folder: str, job: SavedJob,
         MismatchError: the script has changed its batch in an unchanged world, or no accumulation makes the total batch.
     """
     live, was = BatchSizes.of(engine), accelerator.gradient_accumulation_steps
-    if live.is_kept(folder, job, config) or job.total_batch is None:
+    if live.check_total(folder, job, config) or job.total_batch is None:
         return
     fit = live.fit(folder, job)
     changed = job.ranks == connect().size and job.asked != live.micro * was

@@ -43,7 +43,7 @@ class BatchSizes:
         """Samples of a step."""
         return self.micro * self.accumulation * self.ranks
 
-    def is_kept(self, folder: str, job: SavedJob, config: UniversalConfig) -> bool:
+    def check_total(self, folder: str, job: SavedJob, config: UniversalConfig) -> bool:
         """Return True if the total batch needs no change; warn if the format has none."""
         if job.format and connect().rank == 0:
             writers = f", saved by {pluralize(job.ranks, 'rank')} (from files of random states)"

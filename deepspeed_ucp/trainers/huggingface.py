@@ -197,7 +197,7 @@ def keep_total_batch(trainer: Any, folder: str, micro: int, config: UniversalCon
         job = replace(job, **{name: size // job.replicas for name in sizes if (size := getattr(job, name))})
     live = BatchSizes(micro // width, args.gradient_accumulation_steps, ranks)
     fit, total = (live.micro, live.accumulation), job.total_batch or live.total
-    if not live.is_kept(folder, job, config):
+    if not live.check_total(folder, job, config):
         written = None if by_trial else _read_explicit_total(args)
         fit = choose_batch(job, folder, live, written and written // width, width, by_trial=by_trial)
     elif total != live.total:

@@ -158,7 +158,7 @@ def backward(original: Callable[..., Any], precision: Any, tensor: Any, model: A
 
 def _check_total_batch(engine: Any, folder: str, job: SavedJob, config: UniversalConfig) -> None:
     live = BatchSizes.of(engine)
-    if live.is_kept(folder, job, config):
+    if live.check_total(folder, job, config):
         return
     fit = live.fit(folder, job)
     loader = "" if fit[0] == live.micro else f" and a data loader with batch_size={fit[0]}"
