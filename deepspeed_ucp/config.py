@@ -174,9 +174,9 @@ def describe_keys() -> str:
 
 def adapt_batch(train: int, micro: int | None, world: int) -> tuple[int, int] | None:
     """Find (micro, gas) that keep ``train``, with the largest batch up to ``micro``."""
-    share, rest = divmod(train, world)
-    if rest:
+    if world < 1 or train % world:
         return None
+    share = train // world
     best = max(d for d in range(1, min(micro or share, share) + 1) if share % d == 0)
     return best, share // best
 
