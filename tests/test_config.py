@@ -258,3 +258,5 @@ def test_an_invalid_batch_is_refused_with_alternatives_or_completed() -> None:
     assert "preserve_batch_size" not in text
     with pytest.raises(ConfigError, match="gpu 4 with gradient_accumulation_steps 8 keeps it on 2"):
         choose_batch(64, 4, 2, 2)
+    with pytest.raises(ConfigError, match="cannot be made by 0 data-parallel ranks"):
+        choose_batch(8, 2, 2, 0)
