@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.server
 import json
 import os
-import re
 import signal
 import socket
 import sys
@@ -22,8 +21,7 @@ from unittest import mock
 import pytest
 
 from deepspeed_ucp import beacon
-from deepspeed_ucp.beacon import Listener, dlrover, kubeflow, line, nvrx, torchelastic
-from deepspeed_ucp.errors import ConfigError
+from deepspeed_ucp.beacon import Listener, dlrover, kubeflow, nvrx, torchelastic
 from tests.support.certificates import make_certificate, make_context
 from tests.support.until import wait_until
 
@@ -83,41 +81,6 @@ def test_reports_for_dlrover_are_complete_files(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(beacon, "_active", None)
     beacon.report_step(4)
     assert not path.exists()
-
-
-DOCUMENTED = re.compile(r"deepspeed_ucp step=(\d+)( seconds_per_step=(\d+\.\d+))?")
-
-
-@pytest.mark.parametrize(
-    ("environment", "rank", "lines"),
-    [
-        ({}, 0, 0),
-        ({"DEEPSPEED_UCP_BEACON": "0"}, 0, 2),
-        ({"DEEPSPEED_UCP_BEACON": "3600"}, 0, 1),
-        ({"DEEPSPEED_UCP_BEACON": "0"}, 1, 0),
-        ({"HYPERPOD_ELASTICAGENT_SOCKET_SERVER_PATH": "x"}, 1, 1),
-    ],
-    ids=["nobody", "every step", "every hour", "not rank 1", "HyperPod: every rank"],
-)
-def test_log_lines_report_steps_at_an_interval(
-    environment: dict[str, str], rank: int, lines: int, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.setattr(line, "_PAUSE", 3600.0)
-    monkeypatch.setenv("RANK", str(rank))
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    for step in (7, 7, 9):  # a save at the end of a step reports it again
-        beacon.report_step(step)
-    found = [DOCUMENTED.fullmatch(each) for each in capsys.readouterr().out.splitlines()]
-    assert len(found) == lines and all(found)
-    assert [match[1] for match in found if match] == ["7", "9"][:lines]
-    assert lines < 2 or (found[1] and found[1][3])
-
-
-def test_an_invalid_number_of_seconds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEPSPEED_UCP_BEACON", "often")
-    with pytest.raises(ConfigError, match="'often': set the seconds"):
-        beacon.report_step(1)
 
 
 class Controller(http.server.BaseHTTPRequestHandler):

@@ -34,14 +34,13 @@ class Listener:
 
 
 LISTENERS = {
-    "torchelastic": ["TORCHELASTIC_TIMER_FILE"],
-    "nvrx": ["FT_RANK_MONITOR_IPC_SOCKET"],
-    "dlrover": ["RUNTIME_METRICS_PATH"],
-    "kubeflow": ["KUBEFLOW_TRAINER_SERVER_URL"],
-    "line": ["DEEPSPEED_UCP_BEACON", "HYPERPOD_ELASTICAGENT_SOCKET_SERVER_PATH"],
+    "torchelastic": "TORCHELASTIC_TIMER_FILE",
+    "nvrx": "FT_RANK_MONITOR_IPC_SOCKET",
+    "dlrover": "RUNTIME_METRICS_PATH",
+    "kubeflow": "KUBEFLOW_TRAINER_SERVER_URL",
 }
-"""Modules with a function ``find``, which returns a listener, or None if its monitor is not in use; it is called if one
-of these variables is set."""
+"""Module → variable. Its function ``find`` takes the variable's value, unless that is empty, and returns a listener, or
+None if the monitor is not in use."""
 
 _active: dict[str, Listener] | None = None
 """Module → listener; None before the first report."""
@@ -77,9 +76,9 @@ def mute(name: str) -> None:
 def _find_listeners() -> list[tuple[str, Listener]]:
     global _active  # noqa: PLW0603 - one for the process
     if _active is None:
-        present = [name for name, variables in LISTENERS.items() if not os.environ.keys().isdisjoint(variables)]
-        listeners = {name: import_module(f".{name}", __name__).find() for name in present}
-        _active = {name: listener for name, listener in listeners.items() if listener is not None}
+        present = {name: value for name, variable in LISTENERS.items() if (value := os.environ.get(variable))}
+        found = {name: import_module(f".{name}", __name__).find(value) for name, value in present.items()}
+        _active = {name: listener for name, listener in found.items() if listener is not None}
     return list(_active.items()) if _active else []
 
 

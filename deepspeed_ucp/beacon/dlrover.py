@@ -30,7 +30,6 @@ class DLRover(Listener):
         os.replace(temporary, self.path)
 
 
-def find() -> DLRover | None:
+def find(path: str) -> DLRover | None:
     """Return the listener on rank 0 if the agent has named a file in a made folder."""
-    path = os.environ.get("RUNTIME_METRICS_PATH")
-    return DLRover(path) if path and find_rank() <= 0 and os.path.isdir(os.path.dirname(path) or ".") else None
+    return DLRover(path) if find_rank() <= 0 and os.path.isdir(os.path.dirname(path) or ".") else None

@@ -19,7 +19,7 @@ from . import Listener
 
 logger = logging.getLogger("deepspeed_ucp")
 
-_URL, _CERTIFICATE, _TOKEN = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "CA_CERT", "TOKEN"))
+_CERTIFICATE, _TOKEN = "KUBEFLOW_TRAINER_SERVER_CA_CERT", "KUBEFLOW_TRAINER_SERVER_TOKEN"
 _PAUSE, _TIMEOUT = 5.0, 5.0
 """Minimum seconds between two posts, and timeout of a post."""
 
@@ -89,9 +89,9 @@ class Kubeflow(Listener):
             pass
 
 
-def find() -> Kubeflow | None:
-    """Return the listener on rank 0 if the controller has named its server."""
-    url, token = os.environ.get(_URL), os.environ.get(_TOKEN)
-    if not url or not token or find_rank() > 0 or not os.path.exists(token):
+def find(url: str) -> Kubeflow | None:
+    """Return the listener on rank 0 if the controller has made a token."""
+    token = os.environ.get(_TOKEN)
+    if not token or find_rank() > 0 or not os.path.exists(token):
         return None
     return Kubeflow(url, os.environ.get(_CERTIFICATE) or None, token)

@@ -67,13 +67,12 @@ class NVRx(Listener):
             self.client.end_section(section)
 
 
-def find() -> NVRx | None:
+def find(path: str) -> NVRx | None:
     """Connect to ``ft_launcher``'s monitor unless the script has connected already.
 
     The monitor accepts one client at a time. If the script connects later, this listener is muted.
     """
-    path = os.environ.get("FT_RANK_MONITOR_IPC_SOCKET")
-    if not path or _is_connected(path):
+    if _is_connected(path):
         return None
     try:
         from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient

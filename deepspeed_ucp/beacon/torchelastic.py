@@ -93,7 +93,4 @@ class FileTimer(Listener):
             os.close(pipe)
 
 
-def find() -> FileTimer | None:
-    """Return the timer if the agent has a timer server."""
-    path = os.environ.get("TORCHELASTIC_TIMER_FILE")
-    return FileTimer(path) if path else None
+find = FileTimer

@@ -459,9 +459,9 @@ def test_the_plugin_does_not_report_to_kubeflow_if_the_trainer_does(monkeypatch:
     from transformers.integrations.integration_utils import KubeflowCallback
 
     monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", "https://nowhere")
-    monkeypatch.setattr(beacon, "_active", {"kubeflow": Listener(), "line": Listener()})
+    monkeypatch.setattr(beacon, "_active", {"kubeflow": Listener(), "nvrx": Listener()})
     monkeypatch.setattr(huggingface, "find_options", lambda _: None)
-    for callbacks, left in (([], ["kubeflow", "line"]), ([KubeflowCallback()], ["line"])):
+    for callbacks, left in (([], ["kubeflow", "nvrx"]), ([KubeflowCallback()], ["nvrx"])):
         trainer = SimpleNamespace(callback_handler=SimpleNamespace(callbacks=callbacks))
         huggingface.train(lambda trainer: None, trainer)
         assert list(beacon._active or {}) == left
