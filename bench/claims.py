@@ -48,13 +48,13 @@ class SharedWant:
 
     Attributes:
         number: number of the model-parallel rank.
-        place: position of the parameter in the buffer.
+        index: position of the parameter in the buffer.
         want: all its elements.
     """
 
     number: int
     buffer: FlatBuffer
-    place: int
+    index: int
     want: Want
 
 
@@ -63,16 +63,18 @@ class Claims:
 
     def __init__(self, index: AtomicIndex, job: Job) -> None:
         targets = [job.target.make_target(rank) for rank in job.reporters]
-        self.tp, self.dp = targets[0].place.tp, targets[0].place.dp
-        buffers: list[dict[FlatBuffer, None]] = [{} for _ in range(self.tp * targets[0].place.pp)]
+        self.tp, self.dp = targets[0].parallel.tp, targets[0].parallel.dp
+        buffers: list[dict[FlatBuffer, None]] = [{} for _ in range(self.tp * targets[0].parallel.pp)]
         shapes: dict[str, dict[int, tuple[int, ...]]] = defaultdict(dict)
         stages: dict[str, dict[int, None]] = defaultdict(dict)
         for target in targets:
-            place = target.place
-            buffers[place.pp_rank * self.tp + place.tp_rank] |= dict.fromkeys(flat.buffer for flat in target.flats)
+            parallel = target.parallel
+            buffers[parallel.pp_rank * self.tp + parallel.tp_rank] |= dict.fromkeys(
+                flat.buffer for flat in target.flats
+            )
             for name, shape in target.owned_shapes().items():
-                shapes[name][place.tp_rank] = shape
-                stages[name][place.pp_rank] = None
+                shapes[name][parallel.tp_rank] = shape
+                stages[name][parallel.pp_rank] = None
         self._settle(index, job, {name: tuple(each[rank] for rank in range(self.tp)) for name, each in shapes.items()})
         self.model_ranks = []
         for number, flats in enumerate(buffers):
@@ -112,7 +114,7 @@ class Claims:
         for number, rank in enumerate(self.model_ranks):
             for buffer in rank.flats:
                 states = [MASTER, *join_states(self.index, buffer, rank.match)]
-                for place, (name, numel) in enumerate(zip(buffer.names, buffer.numels, strict=True)):
+                for index, (name, numel) in enumerate(zip(buffer.names, buffer.numels, strict=True)):
                     param = rank.match.params[name]
                     views = view_shards(self.layouts.get(param.name), number % self.tp)
                     for state in states:
@@ -120,7 +122,7 @@ class Claims:
                         for view in views if atom else ():
                             single = [view] if view is None else [replace(view, shards=(s,)) for s in view.shards]
                             for each in single:
-                                yield SharedWant(number, buffer, place, Want(atom, 0, numel, 0, 0, each))
+                                yield SharedWant(number, buffer, index, Want(atom, 0, numel, 0, 0, each))
 
     def list_claims(self, chosen: set[Block]) -> dict[int, list[Read]]:
         """Return the claims of all ranks on some blocks."""
@@ -152,7 +154,7 @@ class Claims:
         """Yield the wants of single ranks among elements [low, high) of a target shard."""
         stage, tp_rank = divmod(shared.number, self.tp)
         buffer = shared.buffer
-        for part, cut in buffer.find_holders(shared.place, low, high):
+        for part, cut in buffer.find_holders(shared.index, low, high):
             replicas = range(self.dp) if buffer.ranks is None else buffer.ranks
             for dp_rank in replicas[part :: buffer.parts]:
                 rank = (stage * self.dp + dp_rank) * self.tp + tp_rank

@@ -25,7 +25,7 @@ from synthetic import (
     split_groups,
 )
 
-from deepspeed_ucp.engine.parallel import Instance, Place
+from deepspeed_ucp.engine.parallel import Instance, ParallelState
 from deepspeed_ucp.formats.deepspeed.headers import FileHeader
 from deepspeed_ucp.model.storage import count
 
@@ -123,10 +123,10 @@ class DenseRanks:
     def ranks(self) -> int:
         return self.tp * self.pp * self.dp
 
-    def find_place(self, rank: int) -> Place:
+    def find_parallel_state(self, rank: int) -> ParallelState:
         rest, tp_rank = divmod(rank, self.tp)
         pp_rank, dp_rank = divmod(rest, self.dp)
-        return Place(tp_rank, self.tp, pp_rank, self.pp, dp_rank, self.dp)
+        return ParallelState(tp_rank, self.tp, pp_rank, self.pp, dp_rank, self.dp)
 
     def _make_groups(self, stage: Sequence[Parameter]) -> list[Group]:
         return split_groups(((self._name(p), p.local_shape(self.tp)) for p in stage), self.dp)
@@ -191,14 +191,14 @@ class DenseRanks:
         return f"language_model.encoder.layers.{parameter.layer - 2}.{rest}"
 
     def make_target(self, rank: int) -> SyntheticTarget:
-        place = self.find_place(rank)
-        stage = self.sizes.list_stages(self.pp)[place.pp_rank]
+        parallel = self.find_parallel_state(rank)
+        stage = self.sizes.list_stages(self.pp)[parallel.pp_rank]
         instances = {}
-        if self.pp > 1 and place.pp_rank in (0, self.pp - 1):
-            number = int(place.pp_rank > 0)
+        if self.pp > 1 and parallel.pp_rank in (0, self.pp - 1):
+            number = int(parallel.pp_rank > 0)
             instances = {p.name: Instance(number, 2, "word" in p.name) for p in stage if p.layer < 0}
         return SyntheticTarget(
-            place,
+            parallel,
             self._make_groups(stage),
             sub_group=self.sub_group,
             marks={self._name(p): _mark(p) for p in stage},

@@ -19,7 +19,7 @@ from synthetic import (
     split_groups,
 )
 
-from deepspeed_ucp.engine.parallel import Place
+from deepspeed_ucp.engine.parallel import ParallelState
 from deepspeed_ucp.extensions.experts.engine import LiveExperts, LocalExperts, share_out
 from deepspeed_ucp.formats.deepspeed.headers import FileHeader
 from deepspeed_ucp.model.storage import count
@@ -117,8 +117,8 @@ class MoeRanks:
     def patterns(self) -> dict[str, Any]:
         return {}
 
-    def find_place(self, rank: int) -> Place:
-        return Place(0, 1, 0, 1, rank, self.dp)
+    def find_parallel_state(self, rank: int) -> ParallelState:
+        return ParallelState(0, 1, 0, 1, rank, self.dp)
 
     def make_target(self, rank: int) -> SyntheticTarget:
         local = self.sizes.experts // self.ep
@@ -130,4 +130,4 @@ class MoeRanks:
             {f"layers.{layer}.{EXPERTS}": experts for layer in layers},
             (name for group in groups for name in group.tensors),
         )
-        return SyntheticTarget(self.find_place(rank), groups, extensions=[LiveExperts()], shares=shares)
+        return SyntheticTarget(self.find_parallel_state(rank), groups, extensions=[LiveExperts()], shares=shares)

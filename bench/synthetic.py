@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from deepspeed_ucp.engine.base import Target
-from deepspeed_ucp.engine.parallel import Instance, Place, Share
+from deepspeed_ucp.engine.parallel import Instance, ParallelState, Share
 from deepspeed_ucp.extensions.registry import Extension
 from deepspeed_ucp.formats.deepspeed.headers import FileHeader, ModelHeader, OptimHeader, Piece, TensorStates
 from deepspeed_ucp.model.flat import FlatBuffer, join_parameters, join_reserved
@@ -170,7 +170,7 @@ class SyntheticTarget(Target):
 
     def __init__(
         self,
-        place: Place,
+        parallel: ParallelState,
         groups: Sequence[Group],
         *,
         sub_group: int | None = None,
@@ -179,7 +179,7 @@ class SyntheticTarget(Target):
         extensions: Sequence[Extension] = (),
         shares: Mapping[str, Share] = MappingProxyType({}),
     ) -> None:
-        self.place, self.groups, self.sub_group = place, groups, sub_group
+        self.parallel, self.groups, self.sub_group = parallel, groups, sub_group
         self.aliases, self.flats, self.layout = {}, [], []
         self.extensions, self.shares, self._instances = extensions, shares, dict(instances or {})
         parameters = list((marks or {}).items())
@@ -193,11 +193,11 @@ class SyntheticTarget(Target):
 
     @property
     def dp(self) -> int:
-        return self.place.dp
+        return self.parallel.dp
 
     def collect(self) -> None:
         for number, group in enumerate(self.groups):
-            part = self.place.dp_rank // (self.place.dp // group.parts)
+            part = self.parallel.dp_rank // (self.parallel.dp // group.parts)
             buffers = group.lay_out_sub_groups(number, self.sub_group) if self.sub_group else [group.lay_out(number)]
             for buffer in buffers:
                 self.add_flat(buffer, part, torch.empty(buffer.partition, device="meta"))

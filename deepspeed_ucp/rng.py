@@ -24,7 +24,7 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rn
 
 from .comm import connect
 from .engine.coverage import find_data_sampler
-from .engine.parallel import Place, find_place
+from .engine.parallel import ParallelState, find_parallel_state
 from .engine_state import RANDOM_STATES, Carried, carry
 from .errors import CheckpointError
 
@@ -115,8 +115,8 @@ def restore(engine: Any, saved: Mapping[str, Any]) -> None:
     """
     if not isinstance(saved, Mapping) or saved.get("version") != _VERSION:
         raise CheckpointError("The saved random states have an unknown form.")
-    rank, place = connect().rank, find_place(engine)
-    derived, dp = restore_generators(saved, place, list_generators(engine)), place.dp
+    rank, parallel = connect().rank, find_parallel_state(engine)
+    derived, dp = restore_generators(saved, parallel, list_generators(engine)), parallel.dp
     if derived:
         logger.info("random states derived instead of restored on rank %d: %s", rank, ", ".join(derived))
     if rank == 0 and dp > 1 and _read_degrees(saved)[2] == 1:
@@ -152,15 +152,20 @@ def capture(engine: Any) -> dict[str, Any]:
         On the first data-parallel rank of a model-parallel rank, the states of all its data-parallel ranks (about 10 KB
         each); on the others, which write files of their own at ZeRO 3, the rank's states.
     """
-    comm, place = connect(), find_place(engine)
-    coords, states = find_coords(place), {name: generator.read() for name, generator in list_generators(engine).items()}
+    comm, parallel = connect(), find_parallel_state(engine)
+    coords, states = (
+        find_coords(parallel),
+        {name: generator.read() for name, generator in list_generators(engine).items()},
+    )
     digests = {name: digest(state) for name, state in states.items()}
-    trackers = {name: state for name, state in states.items() if name.startswith(_TRACKER) and not place.dp_rank}
+    trackers = {name: state for name, state in states.items() if name.startswith(_TRACKER) and not parallel.dp_rank}
     gathered = comm.gather((coords, digests, trackers))
     axes = {name: find_axes({coords: digests.get(name) for coords, digests, _ in gathered}) for name in states}
     known = [*_gather_data_parallel(engine, (coords, states)), *((coords, states) for coords, _, states in gathered)]
     seed: int = comm.broadcast(torch.initial_seed())
-    return make_record(known, axes, seed, int(engine.global_steps)) | {"degrees": (place.pp, place.tp, place.dp)}
+    return make_record(known, axes, seed, int(engine.global_steps)) | {
+        "degrees": (parallel.pp, parallel.tp, parallel.dp)
+    }
 
 
 def make_record(
@@ -174,7 +179,9 @@ def make_record(
     return {"version": _VERSION, "seed": seed, "step": step, "axes": dict(axes), "states": states}
 
 
-def restore_generators(saved: Mapping[str, Any], place: Place, generators: Mapping[str, Generator]) -> list[str]:
+def restore_generators(
+    saved: Mapping[str, Any], parallel: ParallelState, generators: Mapping[str, Generator]
+) -> list[str]:
     """Restore some generators of this rank from a record of :func:`make_record`.
 
     Returns:
@@ -183,7 +190,7 @@ def restore_generators(saved: Mapping[str, Any], place: Place, generators: Mappi
     derived = []
     for name, generator in generators.items():
         try:
-            state = find_state(saved, name, place)
+            state = find_state(saved, name, parallel)
             if isinstance(state, int):
                 generator.seed(state)
                 derived.append(name)
@@ -194,7 +201,7 @@ def restore_generators(saved: Mapping[str, Any], place: Place, generators: Mappi
     return derived
 
 
-def find_state(saved: Mapping[str, Any], name: str, place: Place) -> State | int:
+def find_state(saved: Mapping[str, Any], name: str, parallel: ParallelState) -> State | int:
     """Return a generator's state, or a derived seed for unsaved coordinates.
 
     A seed has 32 bits (the limit of torch on the CPU), and is unique per coordinates.
@@ -203,12 +210,12 @@ def find_state(saved: Mapping[str, Any], name: str, place: Place) -> State | int
     kept = saved["axes"].get(name, _MODEL_AXES if is_tracker else _EVERY_AXIS)
     if is_tracker and _read_degrees(saved)[1] == 1:  # a single state, but trackers differ along this axis
         kept = (*kept, 1)
-    stage, tensor, data = coords = project(find_coords(place), kept)
+    stage, tensor, data = coords = project(find_coords(parallel), kept)
     state = saved["states"].get(name, {}).get(coords)
     if state is not None:
         return tuple(state)
     base = hashlib.sha256(f"{saved['seed']} {saved['step']} {name}".encode()).digest()
-    return (int.from_bytes(base[:4], "big") + (stage * place.tp + tensor) * place.dp + data) % (1 << 32)
+    return (int.from_bytes(base[:4], "big") + (stage * parallel.tp + tensor) * parallel.dp + data) % (1 << 32)
 
 
 def _read_degrees(saved: Mapping[str, Any]) -> tuple[Any, Any, Any]:
@@ -234,9 +241,9 @@ def project(coords: Coords, axes: tuple[int, ...]) -> Coords:
     return stage, tensor, data
 
 
-def find_coords(place: Place) -> Coords:
+def find_coords(parallel: ParallelState) -> Coords:
     """Return the coordinates of a rank."""
-    return place.pp_rank, place.tp_rank, place.dp_rank
+    return parallel.pp_rank, parallel.tp_rank, parallel.dp_rank
 
 
 def _gather_data_parallel(engine: Any, part: tuple[Coords, dict[str, State]]) -> list[tuple[Coords, dict[str, State]]]:

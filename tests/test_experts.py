@@ -13,9 +13,9 @@ import pytest
 from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.extensions.experts.autoep import find_router_aliases, read_placements
 from deepspeed_ucp.extensions.experts.names import (
+    assign_experts,
     count_experts,
     cut_number,
-    deal_experts,
     find_expert,
     find_layer,
     is_expert,
@@ -90,24 +90,24 @@ def test_experts_are_distributed_in_the_modules_order(live: int, saved: int) -> 
     ranks = [[range(low, low + 4 // degree) for low in range(0, 4, 4 // degree)] for degree in (live, saved)]
     for make in (partial(name_all, 2), mix):
         names = list(dict.fromkeys(name for experts in ranks[0] for name in make(experts)))
-        assert deal_experts(names, saved) == [make(experts) for experts in ranks[1]]
+        assert assign_experts(names, saved) == [make(experts) for experts in ranks[1]]
     backwards = list(dict.fromkeys(name for experts in ranks[0] for name in mix(experts)[::-1]))
     if live == saved:
-        assert deal_experts(backwards, saved, live) == [mix(experts)[::-1] for experts in ranks[1]]
+        assert assign_experts(backwards, saved, live) == [mix(experts)[::-1] for experts in ranks[1]]
     elif live < 4:  # with a single expert per rank the order is unknown
         with pytest.raises(ValueError, match=f"another order than the module, and {live} .*, where .* had {saved}"):
-            deal_experts(backwards, saved, live)
+            assign_experts(backwards, saved, live)
 
 
 def test_expert_names_that_cannot_be_distributed_are_refused() -> None:
     by_expert = [name for expert in range(4) for layer in (0, 1) for name in name_all(2, range(expert, expert + 1))]
     with pytest.raises(ValueError, match="another order"):
-        deal_experts([*reversed(name_all(2, range(4)))], 2)
+        assign_experts([*reversed(name_all(2, range(4)))], 2)
     with pytest.raises(ValueError, match="another order"):
-        deal_experts(sorted(set(by_expert), key=by_expert.index)[1:], 2)
+        assign_experts(sorted(set(by_expert), key=by_expert.index)[1:], 2)
     with pytest.raises(ValueError, match="3 expert-parallel ranks do not fit"):
-        deal_experts(name_all(1, range(4)), 3)
-    assert deal_experts(["dense", "other"], 3) == [["dense", "other"]] * 3
+        assign_experts(name_all(1, range(4)), 3)
+    assert assign_experts(["dense", "other"], 3) == [["dense", "other"]] * 3
 
 
 # -- AutoEP's placements in model states -------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from deepspeed_ucp import rng
 from deepspeed_ucp.engine.coverage import has_drawn
 from deepspeed_ucp.engine.finish import restore_helpers
-from deepspeed_ucp.engine.parallel import Place
+from deepspeed_ucp.engine.parallel import ParallelState
 from deepspeed_ucp.engine_state import KEY, collect, hand_out
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.load.client import read_objects
@@ -28,7 +28,7 @@ from tests.support.curriculum import SIZES, draw, make_engine, make_sampler, mak
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rng, "find_place", lambda engine: Place(0, 1, 0, 1, 0, 1))
+    monkeypatch.setattr(rng, "find_parallel_state", lambda engine: ParallelState(0, 1, 0, 1, 0, 1))
 
 
 Degrees = tuple[int, int, int]
@@ -36,18 +36,18 @@ DEGREES = st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 5))
 AXES = st.sets(st.integers(0, 2)).map(lambda axes: tuple(sorted(axes)))
 
 
-def list_places(degrees: Degrees) -> list[Place]:
+def list_ranks(degrees: Degrees) -> list[ParallelState]:
     pp, tp, dp = degrees
-    return [Place(t, tp, p, pp, d, dp) for p, t, d in product(range(pp), range(tp), range(dp))]
+    return [ParallelState(t, tp, p, pp, d, dp) for p, t, d in product(range(pp), range(tp), range(dp))]
 
 
-def coords_of(place: Place) -> rng.Coords:
-    return place.pp_rank, place.tp_rank, place.dp_rank
+def coords_of(parallel: ParallelState) -> rng.Coords:
+    return parallel.pp_rank, parallel.tp_rank, parallel.dp_rank
 
 
 def make_states(degrees: Degrees, axes: tuple[int, ...]) -> dict[rng.Coords, rng.State]:
-    """Make a state for each place; states differ along these axes."""
-    return {coords_of(each): (str(rng.project(coords_of(each), axes)),) for each in list_places(degrees)}
+    """Make a state for each rank; states differ along these axes."""
+    return {coords_of(each): (str(rng.project(coords_of(each), axes)),) for each in list_ranks(degrees)}
 
 
 def make_file(states: dict[rng.Coords, rng.State], stage: int, tensor: int) -> dict[str, Any]:
@@ -56,17 +56,19 @@ def make_file(states: dict[rng.Coords, rng.State], stage: int, tensor: int) -> d
     return rng.make_record(known, {"torch": rng.find_axes(states)}, 11, 5)
 
 
-def make_read_file(states: dict[rng.Coords, rng.State], saved: Degrees, place: Place) -> dict[str, Any]:
+def make_read_file(states: dict[rng.Coords, rng.State], saved: Degrees, parallel: ParallelState) -> dict[str, Any]:
     """Make the file that a rank reads: its file at the saved model-parallel degrees, else rank 0's file."""
-    same = (place.pp, place.tp) == saved[:2]
-    return make_file(states, place.pp_rank if same else 0, place.tp_rank if same else 0)
+    same = (parallel.pp, parallel.tp) == saved[:2]
+    return make_file(states, parallel.pp_rank if same else 0, parallel.tp_rank if same else 0)
 
 
 @given(DEGREES, AXES)
 def test_each_rank_of_an_unchanged_topology_restores_its_random_states(degrees: Degrees, axes: tuple[int, ...]) -> None:
     states = make_states(degrees, axes)
-    for place in list_places(degrees):
-        assert rng.find_state(make_read_file(states, degrees, place), "torch", place) == states[coords_of(place)]
+    for parallel in list_ranks(degrees):
+        assert (
+            rng.find_state(make_read_file(states, degrees, parallel), "torch", parallel) == states[coords_of(parallel)]
+        )
 
 
 @given(DEGREES, DEGREES, AXES)
@@ -76,8 +78,8 @@ def test_random_states_that_differed_between_ranks_differ_in_another_topology(
     states = make_states(saved, axes)
     kept = rng.find_axes(states)
     found = {
-        coords_of(place): rng.find_state(make_read_file(states, saved, place), "torch", place)
-        for place in list_places(live)
+        coords_of(parallel): rng.find_state(make_read_file(states, saved, parallel), "torch", parallel)
+        for parallel in list_ranks(live)
     }
     for one, other in product(found, repeat=2):
         assert (found[one] == found[other]) is (rng.project(one, kept) == rng.project(other, kept))
@@ -88,7 +90,7 @@ def test_random_states_that_differed_between_ranks_differ_in_another_topology(
 
 def test_ranks_of_the_saved_topology_keep_their_random_states_in_a_larger_one() -> None:
     states = make_states((1, 1, 2), (2,))
-    found = [rng.find_state(make_file(states, 0, 0), "torch", place) for place in list_places((1, 1, 4))]
+    found = [rng.find_state(make_file(states, 0, 0), "torch", parallel) for parallel in list_ranks((1, 1, 4))]
     assert found[:2] == list(states.values())
     assert all(isinstance(state, int) for state in found[2:])
 
@@ -100,7 +102,7 @@ def test_tracker_states_of_one_tensor_parallel_rank_are_made_different_on_severa
     record = rng.make_record([((0, 0, 0), held)], dict.fromkeys(held, ()), 11, 5)
     record |= {"degrees": (1, 1, 1)} if known else {}
     for name, state in held.items():
-        found = [rng.find_state(record, name, place) for place in list_places((1, 2, 2))]
+        found = [rng.find_state(record, name, parallel) for parallel in list_ranks((1, 2, 2))]
         assert found[:2] == [state, state]
         assert (found[2:] == [state, state]) is not (known and name == "tracker:a")
         assert found[2] == found[3]
@@ -148,21 +150,21 @@ def test_a_gpus_generators_go_on(cuda: torch.Generator) -> None:
     hand_out(loader, copy.deepcopy(client))
     assert cuda.get_state().equal(before) and states["mp"].equal(tracked)
     assert torch.rand(700, generator=cuda).equal(expected)
-    place, known = Place(1, 2, 0, 1, 0, 1), rng.list_generators()
+    parallel, known = ParallelState(1, 2, 0, 1, 0, 1), rng.list_generators()
     saved = {**client[KEY]["random_states"], "axes": dict.fromkeys(known, (1,))}
-    assert {"accelerator", "tracker:mp"} <= set(rng.restore_generators(saved, place, known))
-    seeds = [rng.find_state(saved, name, place) for name in ("accelerator", "tracker:mp")]
+    assert {"accelerator", "tracker:mp"} <= set(rng.restore_generators(saved, parallel, known))
+    seeds = [rng.find_state(saved, name, parallel) for name in ("accelerator", "tracker:mp")]
     for seed, state in zip(seeds, (cuda.get_state(), states["mp"]), strict=True):
         assert isinstance(seed, int) and state.equal(torch.Generator().manual_seed(seed).get_state())
 
 
 @pytest.mark.parametrize("position", [-1, 625, 2**31 - 1])
 def test_a_numpy_state_with_an_invalid_position_is_refused(position: int) -> None:
-    generator, place = rng.list_generators()["numpy"], Place(0, 1, 0, 1, 0, 1)
+    generator, parallel = rng.list_generators()["numpy"], ParallelState(0, 1, 0, 1, 0, 1)
     kind, words, _, *rest = before = generator.read()
-    saved = rng.make_record([(coords_of(place), {"numpy": (kind, words, position, *rest)})], {"numpy": ()}, 1, 2)
+    saved = rng.make_record([(coords_of(parallel), {"numpy": (kind, words, position, *rest)})], {"numpy": ()}, 1, 2)
     with pytest.raises(CheckpointError, match=f"numpy cannot be restored.*position {position}"):
-        rng.restore_generators(saved, place, {"numpy": generator})
+        rng.restore_generators(saved, parallel, {"numpy": generator})
     assert generator.read() == before
 
 
@@ -183,7 +185,7 @@ def test_a_random_state_that_all_live_ranks_share_is_logged(
     degrees: Any, dp: int, logs: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "deepspeed_ucp")
-    monkeypatch.setattr(rng, "find_place", lambda engine: Place(0, 1, 0, 1, 0, dp))
+    monkeypatch.setattr(rng, "find_parallel_state", lambda engine: ParallelState(0, 1, 0, 1, 0, dp))
     states = {name: each.read() for name, each in rng.list_generators().items()}
     saved = rng.make_record([((0, 0, 0), states)], dict.fromkeys(states, ()), 1, 2)
     rng.restore(None, {**saved, "degrees": degrees})

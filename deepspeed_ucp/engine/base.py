@@ -28,7 +28,7 @@ from ..model.wrappers import Wrapper, find_wrapper
 from ..plan.wants import find_states
 from .coverage import find_declared
 from .optimizer import find_other_kind, to_plain
-from .parallel import Instance, Share, find_place
+from .parallel import Instance, Share, find_parallel_state
 from .rule import find_doubt, find_other_rule, read_configured
 
 
@@ -48,7 +48,7 @@ class Target(ABC):
         names: id of a parameter → its first name in the module.
         aliases: further names of tied parameters → the first one.
         params: the module's parameters by name; a fused one has several names.
-        places: name → index in a fused parameter.
+        fused_indices: name → index in a fused parameter.
         layout: the flat buffers over all ranks, under the names in a checkpoint.
         owned: parameters that the optimizer trains.
         shares: name in the module → the ranks with this distributed parameter or buffer.
@@ -63,7 +63,7 @@ class Target(ABC):
     def __init__(self, engine: Any, wrapper: str) -> None:
         self.engine, self.wrapper = engine, wrapper
         self.extensions = find_for_engine(engine)
-        self.place = find_place(engine)
+        self.parallel = find_parallel_state(engine)
         self.wrapped = engine.optimizer
         self.names: dict[int, str] = {}
         self.aliases: dict[str, str] = {}
@@ -76,7 +76,7 @@ class Target(ABC):
                 pairs = zip(self._name_parts(name), self._name_parts(first), strict=True)
                 self.aliases.update({strip_compiled(one): strip_compiled(other) for one, other in pairs})
         self.params: dict[str, Any] = {}
-        self.places: dict[str, int] = {}
+        self.fused_indices: dict[str, int] = {}
         for param in engine.module.parameters():
             self._add_parameter(param)
         self.flats: list[EngineBuffer] = []
@@ -95,10 +95,10 @@ class Target(ABC):
         """Register a parameter of the module, a fused one under several names."""
         shape, raw = _find_shape(param), self.names[id(param)]
         share = self.shares.get(raw)
-        for place, (name, part) in enumerate(self._name_parts(raw, shape).items()):
+        for index, (name, part) in enumerate(self._name_parts(raw, shape).items()):
             self.params[strip_compiled(name)] = param
             if part != shape:
-                self.places[strip_compiled(name)] = place
+                self.fused_indices[strip_compiled(name)] = index
             if share is not None and share.unsharded:
                 self.unsharded |= {strip_compiled(name)}
 
@@ -115,14 +115,14 @@ class Target(ABC):
     @property
     def is_first_replica(self) -> bool:
         """True if this rank is the first data-parallel rank or the first of a share."""
-        return self.place.dp_rank == 0 or any(share.is_first_replica for share in self.shares.values())
+        return self.parallel.dp_rank == 0 or any(share.is_first_replica for share in self.shares.values())
 
     def reports(self, name: str) -> bool:
         """Return True if this rank, a first replica, reports a tensor to the other ranks.
 
         Data-parallel rank 0 reports all tensors, other ranks only distributed parameters.
         """
-        return self.place.dp_rank == 0 or strip_compiled(name) in self._distributed
+        return self.parallel.dp_rank == 0 or strip_compiled(name) in self._distributed
 
     @cached_property
     def _distributed(self) -> set[str]:
@@ -135,7 +135,7 @@ class Target(ABC):
         AutoTP makes them if there are more ranks than heads. DeepSpeed omits them from this rank's optimizer, but not
         from other ranks' optimizers.
         """
-        if self.place.tp == 1 or self.optimizer is None:
+        if self.parallel.tp == 1 or self.optimizer is None:
             return set()
         return {name for name, param in self.params.items() if param.requires_grad and not count(self.shape_of(name))}
 
@@ -161,7 +161,7 @@ class Target(ABC):
 
     def make_buffer(self, buffer: FlatBuffer, part: int, tensor: torch.Tensor, **fields: Any) -> EngineBuffer:
         """Make the buffer of a live partition, with further ``fields`` of it."""
-        return EngineBuffer(buffer, part, self.place.tp_rank, dtype_name(tensor.dtype), tensor=tensor, **fields)
+        return EngineBuffer(buffer, part, self.parallel.tp_rank, dtype_name(tensor.dtype), tensor=tensor, **fields)
 
     def make_whole(self, name: str, tensor: torch.Tensor, *, is_buffer: bool = False) -> EngineBuffer:
         """Make the buffer of a tensor that is whole on every rank."""
@@ -197,8 +197,8 @@ class Target(ABC):
             wrapper=self.wrapper,
             precision=precision,
             dp=self.dp,
-            tp=self.place.tp,
-            pp=self.place.pp,
+            tp=self.parallel.tp,
+            pp=self.parallel.pp,
             ep=self.ep,
             undeclared=precision != declared,
             master=self.flats[0].dtype if self.flats else "float32",
@@ -221,17 +221,17 @@ class Target(ABC):
         return sorted(n for n, instance in self._find_tied().items() if n in self.owned and not instance.is_filed)
 
     def _find_tied(self) -> dict[str, Instance]:
-        found = (extension.find_instances(self) for extension in self.extensions)
-        return {name: instance for instances in found for name, instance in instances.items()}
+        by_extension = (extension.find_instances(self) for extension in self.extensions)
+        return {name: instance for instances in by_extension for name, instance in instances.items()}
 
     def tp_shard_of(self, name: str) -> int:
         """Return this rank's shard number of a parameter or buffer."""
-        return 0 if name in self.unsharded else self.place.tp_rank
+        return 0 if name in self.unsharded else self.parallel.tp_rank
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return the unpartitioned shape of a parameter on this tensor-parallel rank."""
         shape = _find_shape(self.params[name])
-        return shape[1:] if name in self.places else shape
+        return shape[1:] if name in self.fused_indices else shape
 
     def owned_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes (:meth:`shape_of`) of the parameters owned by the optimizer."""
@@ -293,10 +293,10 @@ class Target(ABC):
         return extras
 
     def _make_extra(self, name: str) -> EngineBuffer:
-        param, place = self.params[name], self.places.get(name)
+        param, index = self.params[name], self.fused_indices.get(name)
         partition = getattr(param, "ds_tensor", None)
         if partition is None:
-            return self.make_whole(name, param if place is None else param[place])
+            return self.make_whole(name, param if index is None else param[index])
         if hasattr(partition, "ds_quant_scale"):
             raise UnsupportedError(
                 f"{name}: a quantized parameter without optimizer cannot be filled. Switch "

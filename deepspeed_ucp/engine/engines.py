@@ -270,8 +270,8 @@ def _pass_around(
     """
     half = len(shared[0]) // 2
     for turn, low in enumerate(range(0, parts.shape[1], half)):
-        place, width = half * (turn % 2), min(half, parts.shape[1] - low)
-        windows = [np.frombuffer(memory, np.uint8)[place : place + width] for memory in shared]
+        offset, width = half * (turn % 2), min(half, parts.shape[1] - low)
+        windows = [np.frombuffer(memory, np.uint8)[offset : offset + width] for memory in shared]
         windows[rank][:] = parts[rank, low : low + width]
         wait_for_all()
         for peer, window in enumerate(windows):

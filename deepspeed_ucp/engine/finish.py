@@ -42,8 +42,8 @@ def find_extra_states(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Return modules with an extra state (``set_extra_state``) by state-dict key."""
     base = torch.nn.Module.set_extra_state
     named = module.named_modules(remove_duplicate=False)  # a shared module has several keys
-    found = {strip_compiled(name): child for name, child in named if type(child).set_extra_state is not base}
-    return {f"{name}._extra_state" if name else "_extra_state": child for name, child in found.items()}
+    modules = {strip_compiled(name): child for name, child in named if type(child).set_extra_state is not base}
+    return {f"{name}._extra_state" if name else "_extra_state": child for name, child in modules.items()}
 
 
 def restore_counters(engine: Any, saved: Mapping[str, Any]) -> None:

@@ -31,8 +31,8 @@ _PIPE_RANKS = ("get_pipeline_model_parallel_rank", "get_pipe_parallel_rank")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Ranks and degrees of one rank.
+class ParallelState:
+    """A rank's numbers in its parallel groups, and the sizes of these.
 
     Attributes:
         tp_rank, tp: tensor-parallel rank and degree.
@@ -54,7 +54,7 @@ class Place:
         return self.pp_rank * self.tp + self.tp_rank
 
 
-def find_place(engine: Any) -> Place:
+def find_parallel_state(engine: Any) -> ParallelState:
     """Return the ranks and degrees of this rank of ``engine``.
 
     Raises:
@@ -63,22 +63,22 @@ def find_place(engine: Any) -> Place:
     group = engine.seq_data_parallel_group
     dp_rank, dp = ds_comm.get_rank(group=group), ds_comm.get_world_size(group=group)
     if engine.mp_world_size <= 1:  # including an mpu for sequence parallelism only
-        return Place(0, 1, 0, 1, dp_rank, dp)
+        return ParallelState(0, 1, 0, 1, dp_rank, dp)
     mpu = engine.mpu
     tp, pp = int(bwc_tensor_model_parallel_world_size(mpu)), int(bwc_pipeline_parallel_world_size(mpu))
     find_stage = next((getattr(mpu, name) for name in _PIPE_RANKS if hasattr(mpu, name)), None)
     if pp > 1 and find_stage is None:
         raise UnknownLayoutError(f"the mpu has several pipeline stages but no stage number: give it {_PIPE_RANKS[0]}()")
     stage = int(find_stage()) if pp > 1 and find_stage else 0
-    place = Place(int(bwc_tensor_model_parallel_rank(mpu)), tp, stage, pp, dp_rank, dp)
+    parallel = ParallelState(int(bwc_tensor_model_parallel_rank(mpu)), tp, stage, pp, dp_rank, dp)
     numbered = mpu.get_model_parallel_rank()  # the rank in file names
-    if tp * pp != engine.mp_world_size or place.mp_rank != numbered:
+    if tp * pp != engine.mp_world_size or parallel.mp_rank != numbered:
         raise UnknownLayoutError(
             f"model-parallel rank {numbered} of {engine.mp_world_size} has pipeline stage "
-            f"{place.pp_rank} of {pp} and tensor rank {place.tp_rank} of {tp}; expected rank {place.mp_rank} of "
-            f"{tp * pp}. Number the ranks by pipeline stage, then tensor rank (topology axes pipe, data, model)"
+            f"{parallel.pp_rank} of {pp} and tensor rank {parallel.tp_rank} of {tp}; expected rank {parallel.mp_rank} "
+            f"of {tp * pp}. Number the ranks by pipeline stage, then tensor rank (topology axes pipe, data, model)"
         )
-    return place
+    return parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,5 +161,5 @@ def _make_plain(value: Any) -> Any:
     names = vars(value) if hasattr(value, "__dict__") else getattr(value, "__slots__", ())
     if is_dataclass(value):
         names = [field.name for field in fields(value)]
-    held = {name: _make_plain(getattr(value, name)) for name in names if hasattr(value, name)}
-    return {"__class__": type(value).__name__, **held}
+    plain = {name: _make_plain(getattr(value, name)) for name in names if hasattr(value, name)}
+    return {"__class__": type(value).__name__, **plain}

@@ -18,7 +18,7 @@ from ..errors import CheckpointError
 from ..io.memory import Scratch
 from ..io.read import Checked
 from ..model.storage import ITEMSIZE, count
-from ..plan.conversion import deal_runs
+from ..plan.conversion import assign_runs
 from ..stream.reader import AtomReader
 from ..tensor_parallel.layout import Shape
 from .statedict import Placeholders
@@ -151,7 +151,7 @@ def deal(planner: Planner, plan: SavePlan, workers: int) -> list[SavePlan]:
     dealt[0] += [item for item in plan.items if item.index not in chunks]
     cut = [item for item in plan.items if item.index in chunks]
     cut.sort(key=lambda item: (chunks[item.index].tensor.full.place, chunks[item.index].start))
-    for item, worker in zip(cut, deal_runs([chunks[item.index].nbytes for item in cut], workers), strict=True):
+    for item, worker in zip(cut, assign_runs([chunks[item.index].nbytes for item in cut], workers), strict=True):
         dealt[worker].append(item)
     mappings = [plan.planner_data, *({} for _ in range(workers - 1))]
     return [SavePlan(items, planner_data=mapping) for items, mapping in zip(dealt, mappings, strict=True)]

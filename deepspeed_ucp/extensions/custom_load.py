@@ -30,7 +30,7 @@ class CustomLoad(Extension):
         refuse_scattered(index, "custom_load_fn is given the whole module, which every rank reads")
         if target.flats and any(extension.name == "nvme" for extension in target.extensions):
             raise UnsupportedError("custom_load_fn cannot fill an engine on NVMe. Load without custom_load_fn.")
-        degrees = index.topology.tp, index.topology.pp, target.place.tp, target.place.pp
+        degrees = index.topology.tp, index.topology.pp, target.parallel.tp, target.parallel.pp
         if max(degrees) > 1 or target.is_uneven:
             raise UnsupportedError(
                 "custom_load_fn is given the whole module; with tensor, pipeline or expert parallelism no rank has it. "

@@ -83,10 +83,10 @@ def read_into(index: AtomicIndex, module: Any, live: Collection[str], taken: Col
         UcpError: as for :func:`convert`.
     """
     saved = {param.name for param in index.atoms.storages} - {*taken}
-    place = _find_model(module) if saved - {*live} else None
-    if place is None:
+    wrapping = _find_model(module) if saved - {*live} else None
+    if wrapping is None:
         return Reading()
-    outer, model, is_wrapped = place
+    outer, model, is_wrapped = wrapping
     shapes = {name: shapes_by_rank[0] for name, shapes_by_rank in list_shapes(index).items() if name in saved}
     if is_wrapped and any(map(adapters.read_live, shapes)):
         return _rename_adapter(shapes, {*live}, outer)
@@ -167,20 +167,20 @@ def find_tied(model: Any, missing: Collection[str], saved: Collection[str]) -> d
 
 def read_config(module: Any) -> dict[str, Any]:
     """Return the configuration of a module's single transformers model, or empty."""
-    place = _find_model(module)
-    to_dict = getattr(getattr(place[1], "config", None), "to_dict", None) if place else None
+    wrapping = _find_model(module)
+    to_dict = getattr(getattr(wrapping[1], "config", None), "to_dict", None) if wrapping else None
     return to_dict() if to_dict else {}
 
 
 def describe_config(index: AtomicIndex, config: Mapping[str, Any]) -> list[str]:
     """Describe differences between a live model's configuration and the saved one."""
     saved, live = (_flatten_rope(values) for values in (index.hints.get("config", {}), config))
-    odd = [
+    differing = [
         f"{key} {saved[key]!r:.40} (here {live[key]!r:.40})" for key in saved if key in live and saved[key] != live[key]
     ]
-    if not odd:
+    if not differing:
         return []
-    return [f"config.json of the weights has {shorten(odd)}: this model computes other results with them"]
+    return [f"config.json of the weights has {shorten(differing)}: this model computes other results with them"]
 
 
 def _flatten_rope(config: Mapping[str, Any]) -> dict[str, Any]:

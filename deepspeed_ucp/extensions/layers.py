@@ -29,9 +29,9 @@ class SavedLayers(SaveExtension):
 
     def verify_save(self, save: Save, comm: Comm) -> list[Finding]:
         layers = save.layers[0] if save.layers else {}
-        found = [f"{layer}.{key}" for layer, header in sorted(layers.items()) for key in header.extras]
-        text = f"extra states in a pipeline's layer files are neither loaded nor converted: {shorten(found, 3)}."
-        return [Finding("unsupported", "", f"{save.folder}: {text}", WARNING)] if found else []
+        keys = [f"{layer}.{key}" for layer, header in sorted(layers.items()) for key in header.extras]
+        text = f"extra states in a pipeline's layer files are neither loaded nor converted: {shorten(keys, 3)}."
+        return [Finding("unsupported", "", f"{save.folder}: {text}", WARNING)] if keys else []
 
     def add_tensors(self, builder: Builder, optimized: set[str], tied: Collection[str]) -> None:
         _LayerFiles(builder, tied).add()
@@ -92,7 +92,7 @@ class _LayerFiles:
         """List the tied modules that a layer's file may hold, by keys, shapes and stage."""
         if any(layer in names.untied for names in self.names):
             return []
-        places = []
+        modules = []
         for stage, names in enumerate(self.names):
             shapes = self.ranks[stage][tp].shapes
             for key in names.find_tied(layer, tensors):
@@ -100,8 +100,8 @@ class _LayerFiles:
                     piece.shape == shapes.get(f"{TIED}{key}.{name}", piece.shape) for name, piece in tensors.items()
                 )
                 if all(same) and self._can_hold(stage, layer):
-                    places.append((key, stage))
-        return places
+                    modules.append((key, stage))
+        return modules
 
     def _can_hold(self, stage: int, layer: int) -> bool:
         """Return False if a stage of consecutive layers cannot include a layer."""
@@ -115,18 +115,18 @@ class _LayerFiles:
         """Add all tensors; a tied module on a stage uses one of its files."""
         self._check_missing()
         aliases = self.builder.aliases = dict(self.save.model(0).shared)
-        places: dict[int, list[TiedModule]] = {}
+        candidates: dict[int, list[TiedModule]] = {}
         for tp, layers in enumerate(self.save.layers):
             for layer, header in layers.items():
                 tensors = header.layer or {}
                 if fitting := self._find_tied(layer, tp, tensors):
-                    places[layer] = [place for place in fitting if place in places.get(layer, fitting)]
+                    candidates[layer] = [module for module in fitting if module in candidates.get(layer, fitting)]
                     continue
                 named = {f"{layer}.{key}": piece for key, piece in tensors.items()}
                 for name, piece in drop_ties(named, aliases):
                     state = COPY if name in self.optimized else MODULE
                     self.builder.add(SavedRank(tp=tp), name, state, header, piece)
-        self._add_tied(places)
+        self._add_tied(candidates)
 
     def _check_missing(self) -> None:
         trained = set(map(number_layer, self.optimized)) - {-1}
@@ -140,9 +140,9 @@ class _LayerFiles:
                     kind="missing",
                 )
 
-    def _add_tied(self, places: Mapping[int, Sequence[TiedModule]]) -> None:
+    def _add_tied(self, candidates: Mapping[int, Sequence[TiedModule]]) -> None:
         by_key: dict[str, dict[int, set[int]]] = {}
-        for layer, fitting in sorted(places.items()):
+        for layer, fitting in sorted(candidates.items()):
             keys = sorted({key for key, _ in fitting})
             if len(keys) == 1:
                 by_key.setdefault(keys[0], {})[layer] = {stage for _, stage in fitting}
@@ -201,9 +201,9 @@ class _LayerFiles:
             first, second = (layers[layer].layer or {} for layer in (one, other))
             buffers = {*self.save.model(stage * self.save.tp + tp).buffers}
             names = {name for name in first.keys() | second.keys() if f"{TIED}{key}.{name}" not in buffers}
-            if odd := sorted(name for name in names if _differ(first.get(name), second.get(name))):
+            if differing := sorted(name for name in names if _differ(first.get(name), second.get(name))):
                 raise CheckpointError(
-                    f"holds other values of {shorten(f'{TIED}{key}.{name}' for name in odd)} than "
+                    f"holds other values of {shorten(f'{TIED}{key}.{name}' for name in differing)} than "
                     f"{layers[one].name}, although one module has both. One of the files is of another save or was "
                     "edited; load another tag.",
                     path=self.save.path(layers[other]),

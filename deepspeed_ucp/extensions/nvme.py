@@ -68,8 +68,8 @@ class Nvme(Extension):
 
     def make_file(self, path: str, nbytes: int) -> memoryview:
         """Map a new file that later replaces ``path``; DiskFullError if there is no room."""
-        place, name = os.path.split(path)
-        folder = f"{place}.ucp"
+        parent, name = os.path.split(path)
+        folder = f"{parent}.ucp"
         if folder not in self.folders:
             self.folders.add(folder)
             delete_own(folder)  # left by a killed load
@@ -84,7 +84,7 @@ class Nvme(Extension):
             if target.wrapped._swappable_optimizer_subgroup(index):
                 swapper = target.wrapped.optimizer_swapper
                 info = swapper.swap_params_info[swapper.parameter_id(flat.tensor)]
-                target.flats[index] = self.place(flat, info.tensors[0].swap_path, swapper)
+                target.flats[index] = self.map_swapped(flat, info.tensors[0].swap_path, swapper)
 
     def prepare(self, target: Target) -> None:
         """Release prefetched partitions, which hide swap files and are not written back."""
@@ -100,10 +100,10 @@ class Nvme(Extension):
             partition = getattr(param, "ds_tensor", None)
             if partition is not None and partition.status != PartitionedParamStatus.AVAILABLE:
                 swapper = param.nvme_swapper
-                extras[index] = self.place(extra, swapper.get_path(param, must_exist=True), swapper)
+                extras[index] = self.map_swapped(extra, swapper.get_path(param, must_exist=True), swapper)
         return extras
 
-    def place(self, buffer: EngineBuffer, path: str, swapper: Any) -> EngineBuffer:
+    def map_swapped(self, buffer: EngineBuffer, path: str, swapper: Any) -> EngineBuffer:
         """Return a buffer whose contents are in a swap file of DeepSpeed's ``swapper``."""
         swap = SwapPlace(self, path, swapper.dtype, swapper._io_aligned_numel)
         return replace(buffer, dtype=dtype_name(swap.dtype), swap=swap)

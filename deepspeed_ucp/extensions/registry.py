@@ -73,7 +73,7 @@ class SaveExtension:
         """Return the shapes that further files give a parameter."""
         return set()
 
-    def deal_group(self, save: Any, mp: int, number: int, group: Any) -> list[Any]:
+    def assign_group(self, save: Any, mp: int, number: int, group: Any) -> list[Any]:
         """Return the shares of a param group; empty if all ranks hold all parameters."""
         return []
 
@@ -267,7 +267,9 @@ def _is_pretrained(_: Any, __: Any, target: Any) -> bool:
     """Return True for a model of transformers or PEFT outside of a pipeline."""
     names = {"transformers.modeling_utils": "PreTrainedModel", "peft.peft_model": "PeftModel"}
     kinds = tuple(getattr(sys.modules[module], kind) for module, kind in names.items() if module in sys.modules)
-    return target.place.pp == 1 and any(isinstance(child, kinds) for _, child in target.engine.module.named_modules())
+    return target.parallel.pp == 1 and any(
+        isinstance(child, kinds) for _, child in target.engine.module.named_modules()
+    )
 
 
 def _has_experts(save: Any) -> bool:
@@ -365,10 +367,10 @@ def find_for_names(names: Collection[str], degrees: Any = None) -> list[Extensio
 
 def find_for_load(context: Any, index: Any, target: Any, rules: Any) -> list[Extension]:
     """Return a load's extensions: the engine's, and new ones for rules and context."""
-    known, places = [extension.row for extension in target.extensions], {id(row): at for at, row in enumerate(REGISTRY)}
+    known, order = [extension.row for extension in target.extensions], {id(row): at for at, row in enumerate(REGISTRY)}
     active = (row for row in REGISTRY if row.in_rules(rules) or row.in_load(context, index, target))
     extensions = [*target.extensions, *(row.make() for row in active if row not in known)]
-    return sorted(extensions, key=lambda extension: places.get(id(extension.row), -1))
+    return sorted(extensions, key=lambda extension: order.get(id(extension.row), -1))
 
 
 def name_active(extensions: Iterable[Extension | SaveExtension], more: Iterable[str] = ()) -> tuple[str, ...]:

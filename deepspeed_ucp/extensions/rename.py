@@ -51,14 +51,14 @@ def apply_renames(
     if renamed:
         for rule_set in (rule_set for rule_set in rules if rule_set.renames):
             rule_set.check(Facts.of(index.hints, saved))
-    odd = []
+    transposed = []
     for new, old in renamed.items():
         mine, theirs = saved.get(old, ()), live.get(new, ())
         if mine != theirs and len(mine) == len(theirs) == 1 and len(mine[0]) == 2 and mine[0][::-1] == theirs[0]:
-            odd.append(f"{new} {theirs[0]}, saved {mine[0]}")
-    if odd:
+            transposed.append(f"{new} {theirs[0]}, saved {mine[0]}")
+    if transposed:
         raise MismatchError(
-            f"rename: {shorten(odd)}: the model holds its matrices transposed, as Hugging Face's GPT-2 does (Conv1D); "
-            "no rule transposes. Take a model of linear layers, such as GPTBigCode."
+            f"rename: {shorten(transposed)}: the model holds its matrices transposed, as Hugging Face's GPT-2 does "
+            "(Conv1D); no rule transposes. Take a model of linear layers, such as GPTBigCode."
         )
     return renamed

@@ -227,8 +227,8 @@ def _iter_candidates(
 
 def _index_ranges(swapped: Sequence[SubGroup], order: Sequence[str]) -> list[ParamRange]:
     """Return the places of each sub-group's first and last parameter in an order."""
-    places = {name: number for number, name in enumerate(order)}
-    return [(places[group.names[0]], places[group.names[-1]]) for group in swapped]
+    numbers = {name: number for number, name in enumerate(order)}
+    return [(numbers[group.names[0]], numbers[group.names[-1]]) for group in swapped]
 
 
 def _is_ordered(ends: Sequence[ParamRange], spans: Sequence[ParamRange]) -> bool:
@@ -239,13 +239,13 @@ def _is_ordered(ends: Sequence[ParamRange], spans: Sequence[ParamRange]) -> bool
 
 def _order_as_constructed(names: Iterable[str]) -> list[str]:
     """Order parameters after the parameters of their module's children."""
-    places: dict[tuple[int, str], int] = {}
+    numbers: dict[tuple[int, str], int] = {}
 
     def find_key(name: str) -> list[tuple[bool, int]]:
         *modules, last = name.split(".")
         key, parent = [], -1
         for part, is_own in [*((module, False) for module in modules), (last, True)]:
-            parent = places.setdefault((parent, part), len(places))
+            parent = numbers.setdefault((parent, part), len(numbers))
             key.append((is_own, parent))
         return key
 

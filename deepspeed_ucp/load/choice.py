@@ -87,7 +87,7 @@ def inspect_engine(context: LoadContext) -> tuple[Target, Naming]:
         target = open_target(context.engine)
         opened.append(target)
         # Without pipeline and distributed parameters all ranks have the same groups.
-        groups = list_stage_groups(target) if target.place.pp > 1 or target.is_uneven else None
+        groups = list_stage_groups(target) if target.parallel.pp > 1 or target.is_uneven else None
         return bool(target.flats), target.list_keys(), groups
 
     answers = context.comm.each(look)
@@ -123,11 +123,11 @@ StageGroups = tuple[int, list[Group], list[dict[str, Any]], dict[str, str]]
 
 def list_stage_groups(target: Target) -> StageGroups | None:
     """Return this rank's param groups, or None if another rank reports the same ones."""
-    place = target.place
-    if not (target.is_first_replica and (place.tp_rank == 0 or target.unsharded)):
+    parallel = target.parallel
+    if not (target.is_first_replica and (parallel.tp_rank == 0 or target.unsharded)):
         return None
     groups = [[item for item in group if target.reports(item[0])] for group in target.live_groups()]
-    return place.pp_rank, groups, target.live_hyper(), target.list_names()
+    return parallel.pp_rank, groups, target.live_hyper(), target.list_names()
 
 
 def join_groups(reports: Iterable[StageGroups | None]) -> JoinedGroups:
@@ -178,13 +178,13 @@ def list_unproven(context: LoadContext, target: Target | None, index: AtomicInde
     doubts = ['"param_groups" is "live"'] * (context.config.param_groups == "live" and context.with_states)
     doubts += ['"resize" rules'] * any(rule_set.resizes for rule_set in context.rules)
     if target is not None:
-        asked = {
+        arguments = {
             "load_optimizer_states": not context.load_optimizer_states,
             "load_module_only": context.load_module_only,
             "load_module_strict": not context.load_module_strict,
             "custom_load_fn": context.custom_load_fn is not None,
         }
-        doubts += [name for name, is_asked in asked.items() if is_asked]
+        doubts += [name for name, is_given in arguments.items() if is_given]
         doubts += list_unknown(target, index)
     if target is not None and index is not None:
         doubts += target.find_other_kinds(index) if context.with_states else ()
@@ -199,14 +199,14 @@ _OF_EXPERTS = ("ds_autoep_layers", "expert_parameter_patterns")
 
 def list_other_orders(context: LoadContext, target: Target, index: AtomicIndex) -> list[str]:
     """Describe shards whose elements are ordered differently; the direct load refuses."""
-    info = live_universal_info(target.engine) if target.place.tp > 1 else None
+    info = live_universal_info(target.engine) if target.parallel.tp > 1 else None
     if info is None or _is_same_info(index.hints.get(INFO), info):
         return []
     saved, shapes = {name: index.resolve(name) for name in target.params}, list_shapes(index)
-    held = {name: shapes[name] for name in saved.values() if name in shapes}
+    target_shapes = {name: shapes[name] for name in saved.values() if name in shapes}
     try:
         live = from_universal_info(info, by="target").follow(saved)
-        settled = settle_index(index, context.rules, held, [live])
+        settled = settle_index(index, context.rules, target_shapes, [live])
     except (MismatchError, UnsupportedError):  # one side's metadata cannot be read: no contradiction is known
         return []
     return [f"another order of elements in {shorten(settled.wrong)}"] if settled.wrong else []
@@ -268,8 +268,8 @@ def _leave_own_files(context: LoadContext, folder: str, why: str, target: Target
 
 def _identify_folder(folder: str) -> tuple[object, ...]:
     """Identify a folder among ranks of one machine and one container."""
-    place = os.stat(folder)
-    return identify_host(), socket.gethostname(), place.st_dev, place.st_ino
+    status = os.stat(folder)
+    return identify_host(), socket.gethostname(), status.st_dev, status.st_ino
 
 
 def _compare(
@@ -292,13 +292,13 @@ def _compare(
         return differences or list_unproven(context, target, index), changes
 
     answers = comm.each(look)
-    reasons = [text for found, _ in answers for text in found] or list(doubts)
+    reasons = [text for texts, _ in answers for text in texts] or list(doubts)
     index = survey.require()
     context.report.saved, context.report.extensions = index.job, name_active((*survey.extensions, *target.extensions))
     if comm.rank == 0:
         survey.log_warnings()
     changes = list_changes(index, target, to_integer(context.engine.train_batch_size()))
-    changes += dict.fromkeys(text for _, found in answers for text in found)  # a pipeline stage may lack an optimizer
+    changes += dict.fromkeys(text for _, texts in answers for text in texts)  # a pipeline stage may lack an optimizer
     if changes:
         context.warn("%s: this run differs from the saved one: %s", folder, ", ".join(changes))
     if not reasons and context.config.fallback and context.config.verify == "crc":
@@ -348,8 +348,8 @@ def list_changes(index: AtomicIndex, target: Target, total_batch: int) -> list[s
 
 
 def _list_differences(index: AtomicIndex, target: Target) -> list[str]:
-    saved = index.flats.get(target.place.mp_rank, ())
-    rank = target.place.dp_rank * target.place.tp + target.place.tp_rank  # in the pipeline stage
+    saved = index.flats.get(target.parallel.mp_rank, ())
+    rank = target.parallel.dp_rank * target.parallel.tp + target.parallel.tp_rank  # in the pipeline stage
     flats = tuple(flat for flat in saved if flat.ranks is None or rank in flat.ranks)
     return find_differences(replace(index.topology, flats=flats), target.topology)
 

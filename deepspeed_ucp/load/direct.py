@@ -209,8 +209,8 @@ def _match_extra_states(
         if kept := used | stored:
             context.warn("%s: extra states are not loaded: %s", index.state_file, shorten(sorted(kept), 3))
         return {}
-    if odd := sorted(used ^ stored):
-        fact = f"extra states that one side lacks: {shorten(odd)}"
+    if one_sided := sorted(used ^ stored):
+        fact = f"extra states that one side lacks: {shorten(one_sided)}"
         if context.load_module_strict:
             advice = "load_module_strict=False ignores missing and extra ones"
             raise context.comm.common(MismatchError(f"The model and the checkpoint differ: {fact}. {advice}."))
@@ -280,20 +280,20 @@ def _find_own_file(index: AtomicIndex, target: Target) -> str | None:
     """Return the state file for this rank's place, or None if there is only the first."""
     if not _has_saved_degrees(index, target):
         return None
-    place = target.place
-    return find_state_file(index, place.mp_rank, place.dp_rank if place.dp == index.topology.dp else 0)
+    parallel = target.parallel
+    return find_state_file(index, parallel.mp_rank, parallel.dp_rank if parallel.dp == index.topology.dp else 0)
 
 
 def _leaves_files(index: AtomicIndex, target: Target) -> bool:
     """Return True if some rank's state file has no rank at its place in this run."""
-    if index.topology.zero_stage == 3 and index.topology.dp not in (1, target.place.dp):
+    if index.topology.zero_stage == 3 and index.topology.dp not in (1, target.parallel.dp):
         return True
     return max(index.written_degrees) > 1 and not _has_saved_degrees(index, target)
 
 
 def _has_saved_degrees(index: AtomicIndex, target: Target) -> bool:
     """Return True if the state files' writers had these TP and PP degrees."""
-    return (target.place.tp, target.place.pp) == index.written_degrees
+    return (target.parallel.tp, target.parallel.pp) == index.written_degrees
 
 
 def _restore_others(

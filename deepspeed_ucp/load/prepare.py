@@ -57,19 +57,19 @@ def view_engine(target: Target, extras: Sequence[EngineBuffer] | None, comm: Com
     Args:
         extras: this rank's tensors without optimizer; None if they are not loaded.
     """
-    place = target.place
+    parallel = target.parallel
     ordinals = {name: (instance.ordinal, instance.count) for name, instance in target.instances().items()}
 
     def report() -> tuple[int, EngineView] | None:
         """Return this rank's tensors; only the first replica reports."""
         if not target.is_first_replica:
             return None
-        return place.tp_rank, EngineView(
+        return parallel.tp_rank, EngineView(
             {name: (shape,) for name, shape in target.owned_shapes().items() if target.reports(name)},
             {extra.name: (extra.shape,) for extra in extras or () if target.reports(extra.name)},
             aliases=target.aliases,
             counts={name: total for name, (_, total) in ordinals.items()},
-            attributes=live_attributes(target.engine) if not place.dp_rank else {},
+            attributes=live_attributes(target.engine) if not parallel.dp_rank else {},
             info=live_universal_info(target.engine),
             unsharded=target.unsharded,
         )
@@ -79,8 +79,8 @@ def view_engine(target: Target, extras: Sequence[EngineBuffer] | None, comm: Com
     unsharded = {name for view in views for name in view.unsharded}
 
     def join() -> EngineView:
-        owned = _join_shapes([(rank, view.owned) for rank, view in reports], place.tp, unsharded)
-        unowned = _join_shapes([(rank, view.unowned or {}) for rank, view in reports], place.tp, unsharded)
+        owned = _join_shapes([(rank, view.owned) for rank, view in reports], parallel.tp, unsharded)
+        unowned = _join_shapes([(rank, view.unowned or {}) for rank, view in reports], parallel.tp, unsharded)
         return EngineView(
             owned,
             None if extras is None else unowned,
@@ -91,7 +91,7 @@ def view_engine(target: Target, extras: Sequence[EngineBuffer] | None, comm: Com
             counts=dict(chain.from_iterable(view.counts.items() for view in views)),
             attributes=dict(chain.from_iterable(view.attributes.items() for view in views)),
             info=next((view.info for view in views if view.info), None),
-            tp=place.tp,
+            tp=parallel.tp,
             unsharded=unsharded,
         )
 
@@ -116,11 +116,11 @@ def check_alike(view: EngineView, target: Target) -> None:
     """Compare this rank's tensors with those that data-parallel rank 0 has reported."""
     joined, tp_shard_of = view.shapes, target.tp_shard_of
     shapes = {**target.owned_shapes(), **{extra.name: extra.shape for extra in view.extras}}
-    odd = [f"{n} {shape}" for n, shape in shapes.items() if n not in joined or joined[n][tp_shard_of(n)] != shape]
-    if odd:
+    differing = [f"{n} {shape}" for n, shape in shapes.items() if n not in joined or joined[n][tp_shard_of(n)] != shape]
+    if differing:
         raise MismatchError(
-            f"Data-parallel ranks hold different tensors: here {shorten(odd)}, not on rank 0. Build the same model, "
-            "with the same parameters frozen, on all ranks."
+            f"Data-parallel ranks hold different tensors: here {shorten(differing)}, not on rank 0. Build the same "
+            "model, with the same parameters frozen, on all ranks."
         )
 
 
@@ -170,7 +170,7 @@ def _match(
     is_first, rules, objections = context.comm.rank == 0, context.rules, Objections()
     ruled = find_renamed(list_names(saved), {*view.shapes, *view.aliases}, rules).values()
     # Stages of a pipeline have different modules, and all ranks must read alike.
-    module = target.engine.module if target.place.pp == 1 else None
+    module = target.engine.module if target.parallel.pp == 1 else None
     adapted = Adaptation(saved, view, rules, module, is_first, saved, {*ruled})
     for extension in context.extensions:
         extension.adapt(adapted)
@@ -218,11 +218,11 @@ def make_buffers(
             memory = torch.empty(numels[len(buffers)], dtype=getattr(torch, stored[len(buffers)]))
             buffers.append(Buffer(memory, True, spans))
             continue
-        held, is_weight = view.find_buffer(state, number), state in (MASTER, MODULE)
-        tensor = map_partition(held, filled) if is_weight else flatten(states[number].tensors[state])
+        live, is_weight = view.find_buffer(state, number), state in (MASTER, MODULE)
+        tensor = map_partition(live, filled) if is_weight else flatten(states[number].tensors[state])
         copies = target.find_copies(number) if state == MASTER else ()
-        in_file = held.is_in_file(state)
-        buffers.append(Buffer(tensor, not held.is_live(state), spans, in_file=in_file, copies=copies))
+        in_file = live.is_in_file(state)
+        buffers.append(Buffer(tensor, not live.is_live(state), spans, in_file=in_file, copies=copies))
     return buffers
 
 
@@ -253,15 +253,15 @@ def describe_rounding(wants: Wants, view: EngineView) -> list[str]:
     for state, number, stored in arriving:
         if state == REPLICA:  # rounded when their mean is stored
             continue
-        held = view.find_buffer(state, number)
-        dtype = held.states.get(state, held.dtype)
+        live = view.find_buffer(state, number)
+        dtype = live.states.get(state, live.dtype)
         if (stored in _REAL) != (dtype in _REAL):
             notes.add(
                 f"{state} of {stored} in the checkpoint is {dtype} here: converted number by number, quantized ones "
                 "without their scales, fractions not into whole numbers"
             )
         elif state == MODULE and _rounds(stored, dtype):
-            rounded.setdefault((stored, dtype), []).append(held.name)
+            rounded.setdefault((stored, dtype), []).append(live.name)
         elif _rounds(stored, dtype):
             notes.add(f"{state} is rounded from {stored} to {dtype}, as this run's optimizer keeps it")
     for (stored, dtype), names in rounded.items():
@@ -305,10 +305,10 @@ def _share(context: LoadContext, view: EngineView, settled: Settled, fill_plan: 
 def _join_touched(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) -> list[AtomKey]:
     """Join the atoms that ranks need, in the index's order (collective)."""
     params, states = index.atoms.storages, index.atoms.list_states()
-    places = {param: place for place, param in enumerate(params)}
-    mask = np.zeros((len(places), len(states)), np.bool_)
+    numbers = {param: number for number, param in enumerate(params)}
+    mask = np.zeros((len(numbers), len(states)), np.bool_)
     for key in touched:
-        mask[places[key.param], states.index(key.state)] = True
+        mask[numbers[key.param], states.index(key.state)] = True
     needed = comm.any_of(mask.reshape(-1)).reshape(mask.shape)
     ordered = list(params)
     return [

@@ -100,7 +100,7 @@ class OptimizerMatch:
     def _find_faults(self) -> Iterator[str]:
         if text := describe_irregular(self.index):
             yield f"{text} To continue,"
-        saved, tp = self.index.topology, self.target.place.tp
+        saved, tp = self.index.topology, self.target.parallel.tp
         is_muon = any(hyper.get(USE_MUON) for hyper in self.match.hyper.values())
         if is_muon and saved.traits.is_positional and saved.tp != tp:
             yield (
@@ -142,7 +142,7 @@ class OptimizerMatch:
             return ""
         kind, group = type(self.target.optimizer).__name__, self.target.param_group(flat)
         if kept.other:
-            listed = [f"{name} ({what})" for name, what in kept.other.items()]
+            listed = [f"{name} ({description})" for name, description in kept.other.items()]
             return f"{kind} keeps states that are not element-wise: {shorten(listed)}. To continue,"
         if set(have) != set(kept.elementwise):
             return (

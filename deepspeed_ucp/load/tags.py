@@ -53,9 +53,9 @@ def find_tag(
         CheckpointError: there is no such tag, or ranks ask for different ones, or see different ones.
     """
     wanted, places = None if tag is None else str(tag), (load_dir, *also)
-    asked = comm.gather(wanted)
-    comm.alike(partial(_compare_asked, load_dir, asked))
-    ask = partial(_look, asked=wanted, rank=comm.rank, universal=universal, fallback=fallback)
+    requested = comm.gather(wanted)
+    comm.alike(partial(_compare_requested, load_dir, requested))
+    ask = partial(_look, requested=wanted, rank=comm.rank, universal=universal, fallback=fallback)
     errors: list[str] = []
     newest: str | None = None
     chosen: str | None = None
@@ -80,24 +80,24 @@ def find_tag(
 
 
 def _look(
-    place: str, asked: str | None, rank: int, *, universal: bool, fallback: bool
+    place: str, requested: str | None, rank: int, *, universal: bool, fallback: bool
 ) -> tuple[str | None, str, str | None]:
     """Look for the tag in a place; rank 0 alone looks in a store.
 
     Returns:
-        The tag: ``asked``, or that of ``latest``, or None. The fault, if there is no valid tag. With ``fallback``, the
-        tag that was saved last.
+        The tag: ``requested``, or that of ``latest``, or None. The fault, if there is no valid tag. With
+        ``fallback``, the tag that was saved last.
     """
     if rank and is_url(place):
         return None, "", None
-    named = asked
+    named = requested
     try:
         named = named if named is not None else read_latest(place, universal=universal, foreign=True)
         if named is not None:
             check_tag(place, named)
     except CheckpointError as error:
         newest = None
-        if fallback and asked is None:
+        if fallback and requested is None:
             with suppress(CheckpointError):  # the first error is reported, unless another rank sees more
                 newest = find_newest(place)
         return named, str(error), newest
@@ -114,9 +114,9 @@ def _choose(load_dir: str, named: Sequence[str | None]) -> str | None:
     return next((tag for tag in named if tag is not None), None)
 
 
-def _compare_asked(load_dir: str, asked: Sequence[str | None]) -> None:
-    if len({*asked}) > 1:
-        named = _describe_named([tag or "the tag in `latest`" for tag in asked])
+def _compare_requested(load_dir: str, requested: Sequence[str | None]) -> None:
+    if len({*requested}) > 1:
+        named = _describe_named([tag or "the tag in `latest`" for tag in requested])
         raise CheckpointError(
             f"ranks asked for different tags ({named}), and all load one. Give load_checkpoint the same tag "
             "on every rank: if each rank finds it, use that of rank 0 (torch.distributed.broadcast_object_list).",

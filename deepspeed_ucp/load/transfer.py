@@ -206,7 +206,9 @@ class Transfer:
         Bytes for the sinks of the other pass are only checksummed. Staged bytes stay at their announced offsets until
         every rank has copied them.
         """
-        exchanges = [(number, each) for number, round_ in enumerate(plan.rounds) for each in range(round_.exchanges)]
+        exchanges = [
+            (number, exchange) for number, round_ in enumerate(plan.rounds) for exchange in range(round_.exchanges)
+        ]
         batches = self._distribute(plan.own_reads, len(exchanges) + 1)
         sinks = self.fill_plan.pick_sinks(is_first_pass=is_first_pass)
         checks, received = list[Checked](), list[Received]()
@@ -428,11 +430,11 @@ def negotiate(
 
     tables, addressed = comm.run(claim)
     touched = np.flatnonzero(comm.any_of(mask))
-    asked, machine = comm.swap_tables(tables), int(np.argmax(same_node))
+    peer_claims, machine = comm.swap_tables(tables), int(np.argmax(same_node))
 
     def decide() -> tuple[LoadPlan, list[Answers]]:
         owned = blocks.owned(comm.rank, touched)
-        return make_owner_plan(asked, blocks, owned, round_bytes, same_node, machine, min_direct)
+        return make_owner_plan(peer_claims, blocks, owned, round_bytes, same_node, machine, min_direct)
 
     owner_plan, given = comm.run(decide)
     answers = comm.swap_tables(given)

@@ -68,13 +68,13 @@ class FlatBuffer:
     def keep(self, names: Iterable[str]) -> FlatBuffer:
         """Return the buffer with a subset of its parameters at the same offsets."""
         kept = set(names)
-        places = [place for place, name in enumerate(self.names) if name in kept]
+        indices = [index for index, name in enumerate(self.names) if name in kept]
         return replace(
             self,
-            names=tuple(self.names[place] for place in places),
-            shapes=tuple(self.shapes[place] for place in places),
-            offsets=tuple(self.offsets[place] for place in places),
-            tensors=tuple(self.tensors[place] for place in places) if self.tensors else (),
+            names=tuple(self.names[index] for index in indices),
+            shapes=tuple(self.shapes[index] for index in indices),
+            offsets=tuple(self.offsets[index] for index in indices),
+            tensors=tuple(self.tensors[index] for index in indices) if self.tensors else (),
         )
 
     def join_touched(self, part: int) -> FlatBuffer:
@@ -112,21 +112,21 @@ class FlatBuffer:
     def _cut_buffer(self, part: int) -> Iterator[Cut]:
         low, high = part * self.partition, (part + 1) * self.partition
         first = max(bisect_right(self.offsets, low) - 1, 0)
-        for place in range(first, bisect_left(self.offsets, high)):
-            offset = self.offsets[place]
-            begin, end = max(offset, low), min(offset + prod(self.shapes[place]), high)
+        for index in range(first, bisect_left(self.offsets, high)):
+            offset = self.offsets[index]
+            begin, end = max(offset, low), min(offset + prod(self.shapes[index]), high)
             if begin < end:
-                yield Cut(self.names[place], begin - offset, end - begin, begin - low)
+                yield Cut(self.names[index], begin - offset, end - begin, begin - low)
 
-    def find_holders(self, place: int, low: int, high: int) -> Iterator[tuple[int, Cut]]:
+    def find_holders(self, index: int, low: int, high: int) -> Iterator[tuple[int, Cut]]:
         """Yield (partition, cut) for elements [low, high) of a parameter."""
-        begin, whole = self.tensors[place] if self.tensors else (0, prod(self.shapes[place]))
+        begin, whole = self.tensors[index] if self.tensors else (0, prod(self.shapes[index]))
         size = reserve(whole, self.parts) if self.by_parameter else self.partition
-        base, ahead = (begin, self.offsets[place]) if self.by_parameter else (self.offsets[place], 0)
+        base, ahead = (begin, self.offsets[index]) if self.by_parameter else (self.offsets[index], 0)
         while low < high and size:
             part = (base + low) // size
             end = min((part + 1) * size - base, high)
-            yield part, Cut(self.names[place], low, end - low, ahead + base + low - part * size)
+            yield part, Cut(self.names[index], low, end - low, ahead + base + low - part * size)
             low = end
 
     @property

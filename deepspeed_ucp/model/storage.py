@@ -144,8 +144,8 @@ class Fragment:
         inner, offset = self._find_inner(shape), self.offset
         strides = [count(shape[dim + 1 :]) for dim in range(inner)]
         numel = count(self.block[inner:])
-        for place in product(*map(range, self.block[:inner])):
-            start = self.start + sum(at * stride for at, stride in zip(place, strides, strict=True))
+        for indices in product(*map(range, self.block[:inner])):
+            start = self.start + sum(index * stride for index, stride in zip(indices, strides, strict=True))
             yield Fragment(start, numel, self.record, offset)
             offset += numel * itemsize
 
@@ -157,9 +157,9 @@ class Fragment:
         return max(inner - 1, 0)
 
 
-def _flatten(place: Shape, shape: Shape) -> int:
+def _flatten(indices: Shape, shape: Shape) -> int:
     """Return the element of a flattened tensor at an index along each dimension."""
-    return sum(at * count(shape[dim + 1 :]) for dim, at in enumerate(place))
+    return sum(index * count(shape[dim + 1 :]) for dim, index in enumerate(indices))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class Fragments:
         numel, parts = count(shape), self.fragments
         return (len(parts) == 1 and (parts[0].start, parts[0].numel) == (0, numel)) or not (parts or numel)
 
-    def find(self, place: int, low: int, high: int) -> Sequence[Fragment]:
+    def find(self, position: int, low: int, high: int) -> Sequence[Fragment]:
         """Return the fragments that have some of the elements [low, high), in order."""
         if self.shape:
             runs = (run for block in self.find_blocks(low, high) for run in self._list_runs(block))
@@ -192,7 +192,7 @@ class Fragments:
 
     def find_blocks(self, low: int, high: int) -> Iterator[Fragment]:
         """Yield the blocks that may hold some of the elements [low, high)."""
-        return (each for each in self.fragments if each.start < high and low < each.find_end(self.shape))
+        return (block for block in self.fragments if block.start < high and low < block.find_end(self.shape))
 
     def cut_blocks(self, low: int, high: int, shape: Shape) -> Fragments | None:
         """Return elements [low, high) of blocks as a tensor, or None if not whole rows."""
@@ -204,13 +204,13 @@ class Fragments:
         if not dropped and shape != (high - low, *self.shape[1:]):
             return None
         cut = []
-        for each in self.fragments:
-            (begin, *begins), (rows, *sizes) = each.find_begins(self.shape), each.block
+        for fragment in self.fragments:
+            (begin, *begins), (rows, *sizes) = fragment.find_begins(self.shape), fragment.block
             first, last = max(begin, low), min(begin + rows, high)
             if first < last:
-                place, block = (first - low, *begins)[dropped:], (last - first, *sizes)[dropped:]
-                offset = each.offset + (first - begin) * count(tuple(sizes)) * itemsize
-                cut.append(Fragment.of_block(place, block, shape, each.record, offset))
+                first_indices, block = (first - low, *begins)[dropped:], (last - first, *sizes)[dropped:]
+                offset = fragment.offset + (first - begin) * count(tuple(sizes)) * itemsize
+                cut.append(Fragment.of_block(first_indices, block, shape, fragment.record, offset))
         return Fragments(self.dtype, cut, shape)
 
     def list_records(self) -> Iterable[tuple[int, int]]:
@@ -218,7 +218,7 @@ class Fragments:
         return enumerate(fragment.record for fragment in self.fragments)
 
     def list_part(self, part: int) -> Iterable[tuple[int, Fragment]]:
-        """Yield (place of the parameter, fragment) of the consecutive elements in a part."""
+        """Yield (position of the parameter, fragment) of the consecutive elements in a part."""
         return ((0, run) for run in self._list_runs(self.fragments[part]))
 
     def _list_runs(self, fragment: Fragment) -> Iterable[Fragment]:
@@ -250,9 +250,9 @@ class PartitionedState:
         """Return True if all partitions exist and hold every element once."""
         return self._is_whole
 
-    def find(self, place: int, low: int, high: int) -> Iterator[Fragment]:
+    def find(self, position: int, low: int, high: int) -> Iterator[Fragment]:
         """Yield the fragments of exactly the elements [low, high) of a parameter."""
-        for part, cut in self.buffer.find_holders(place, low, high):
+        for part, cut in self.buffer.find_holders(position, low, high):
             if part < len(self.records) and self.records[part] >= 0:
                 yield self._locate(part, cut)
 
@@ -261,12 +261,12 @@ class PartitionedState:
         return ((part, record) for part, record in enumerate(self.records) if record >= 0)
 
     @cached_property
-    def _places(self) -> dict[str, int]:
-        return {name: place for place, name in enumerate(self.buffer.names)}
+    def _positions(self) -> dict[str, int]:
+        return {name: index for index, name in enumerate(self.buffer.names)}
 
     def list_part(self, part: int) -> Iterable[tuple[int, Fragment]]:
-        """Yield (place of the parameter, fragment) of the fragments in a part."""
-        return ((self._places[cut.name], self._locate(part, cut)) for cut in self.buffer.cuts(part))
+        """Yield (position of the parameter, fragment) of the fragments in a part."""
+        return ((self._positions[cut.name], self._locate(part, cut)) for cut in self.buffer.cuts(part))
 
     def _locate(self, part: int, cut: Cut) -> Fragment:
         offset = self.offsets[part] + cut.offset * ITEMSIZE[self.dtype]
@@ -282,13 +282,13 @@ class ParamStorage(NamedTuple):
 
     Attributes:
         shape: local.
-        place: of the parameter in its flat buffer, or 0.
+        position: of the parameter in its flat buffer, or 0.
         states: state name → storage.
     """
 
     tp_shard: int
     shape: Shape
-    place: int
+    position: int
     states: Mapping[str, Storage]
 
     @property
@@ -297,7 +297,7 @@ class ParamStorage(NamedTuple):
 
     def find(self, state: str, low: int, high: int) -> Iterable[Fragment]:
         """Return a state's fragments that hold some of the elements [low, high)."""
-        return self.states[state].find(self.place, low, high)
+        return self.states[state].find(self.position, low, high)
 
     def list_fragments(self, state: str) -> Sequence[Fragment]:
         """Return all fragments of a state in order; those of a faulty file may overlap."""

@@ -71,7 +71,7 @@ def number_groups(stages: Sequence[Sequence[Mapping[str, Any]]], ignored: Collec
     numbered = []
     for groups in stages:
         kinds = [repr(sorted((k, repr(value)) for k, value in group.items() if k not in ignored)) for group in groups]
-        keys = [(kind, kinds[:place].count(kind)) for place, kind in enumerate(kinds)]
+        keys = [(kind, kinds[:index].count(kind)) for index, kind in enumerate(kinds)]
         numbered.append([numbers.setdefault(key, len(numbers)) for key in keys])
     return numbered
 

@@ -1,8 +1,8 @@
 """Assignment of an atomic checkpoint's parts to workers (ATC'25, section 4.3).
 
 This is the paper's nested parallel reconfiguration without its temporary files: atoms are cut into ranges of bounded
-size, ranges are grouped into batches, batches are dealt to nodes by bytes, and a node's workers take them one by one.
-The plan is a function of the sizes, and every rank computes the same one; the written bytes do not depend on it.
+size, ranges are grouped into batches, batches are assigned to nodes by bytes, and a node's workers take them one by
+one. The plan is a function of the sizes, and every rank computes the same one; the written bytes do not depend on it.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ def plan_conversion(
     """
     most = min(most, max(sum(output.nbytes for output in outputs) // (nodes * GRAIN), ALIGNMENT))
     batches = cut_batches(outputs, most)
-    dealt: list[list[Batch]] = [[] for _ in range(nodes)]
+    assigned: list[list[Batch]] = [[] for _ in range(nodes)]
     homes: dict[int, int] = {}
-    for batch, node in zip(batches, deal_runs([batch.nbytes for batch in batches], nodes), strict=True):
+    for batch, node in zip(batches, assign_runs([batch.nbytes for batch in batches], nodes), strict=True):
         home = homes.setdefault(batch.ranges[0].output, node) if whole else node
-        dealt[home].append(batch)
-    return dealt
+        assigned[home].append(batch)
+    return assigned
 
 
-def deal_runs(sizes: Sequence[int], nodes: int) -> list[int]:
+def assign_runs(sizes: Sequence[int], nodes: int) -> list[int]:
     """Return the node of each part: runs of about equal bytes, in order."""
     total = sum(sizes)
     ends = zip(sizes, accumulate(sizes), strict=True)

@@ -231,10 +231,10 @@ def _check_alike(index: AtomicIndex, made: Mapping[str, DerivedParam], used: Con
     for name, derived in made.items():
         first, *others = dict.fromkeys(piece.name for piece in derived.slices)
         for other in others:
-            for what, facts in (("states", kinds), ("step counts", scalars), ("hyper-parameters", hypers)):
+            for kind, facts in (("states", kinds), ("step counts", scalars), ("hyper-parameters", hypers)):
                 if facts.get(first) != facts.get(other):
                     raise MismatchError(
-                        f"{name} joins {first} and {other}, which were saved with different {what}: "
+                        f"{name} joins {first} and {other}, which were saved with different {kind}: "
                         f"{_show(facts.get(first))} and {_show(facts.get(other))}. Remove the rules that join them, "
                         "or resume with weights alone (load_optimizer_states=False)."
                     )

@@ -111,13 +111,13 @@ def _meet_blocks(want: Want, storage: Fragments) -> Iterator[tuple[int, int, Run
     """Yield the same as :func:`_meet_shards`, with all rows of a block in few runs."""
     target, rank = (whole(storage.shape), 0) if want.view is None else (want.view.target, want.view.rank)
     claims = None if want.view is None else want.view.source.claims
-    for each in storage.find_blocks(want.start, want.end) if want.view is None else storage.fragments:
-        begins = each.find_begins(storage.shape)
-        spans = tuple(((low, low + size),) for low, size in zip(begins, each.block, strict=True))
+    for fragment in storage.find_blocks(want.start, want.end) if want.view is None else storage.fragments:
+        begins = fragment.find_begins(storage.shape)
+        spans = tuple(((low, low + size),) for low, size in zip(begins, fragment.block, strict=True))
         claimed = claims and (tuple(tuple(overlap(*axes)) for axes in zip(claims[0], spans, strict=True)),)
-        source = Layout(storage.shape, storage.shape, (spans,), (each.block,), claims=claimed)
+        source = Layout(storage.shape, storage.shape, (spans,), (fragment.block,), claims=claimed)
         for run in copy_runs(source, 0, target, rank, want.start, want.end):
-            yield each.record, each.offset // want.itemsize, run
+            yield fragment.record, fragment.offset // want.itemsize, run
 
 
 def _meet_shards(want: Want) -> Iterator[tuple[int, int, Run]]:

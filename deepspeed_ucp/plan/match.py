@@ -171,14 +171,14 @@ def _match_names(
         if name in live.declared_new:
             continue
         names = [live.renamed.get(other, other) for other in (name, *aliases.get(name, ()))]
-        found = _find(index, names, orders[is_trained])
-        param = pick_instance(index, found[0] if found else name, *live.ordinals.get(name, (0, 1)))
+        counterpart = _find(index, names, orders[is_trained])
+        param = pick_instance(index, counterpart[0] if counterpart else name, *live.ordinals.get(name, (0, 1)))
         if param.instance and pick_weight(index, param, is_trained, with_states) is None:
-            found = None
-        if found is None:
+            counterpart = None
+        if counterpart is None:
             _note_missing(index, match, names, name, shapes[0], is_trained)
             continue
-        saved, state, saved_shapes = found
+        saved, state, saved_shapes = counterpart
         if with_states and is_trained == (state == MODULE):
             thawed[is_trained].append(name)
         match.params[name] = param
@@ -219,8 +219,8 @@ def _note_extra(index: AtomicIndex, live: EngineView, match: Match) -> tuple[set
     same: dict[str, bool | None] = {}
     for alias in sorted(saved & ties.keys() - {*matched.values()}):
         other = pick_weight(index, ParamKey(alias), False, True)
-        found = {are_same(index, index.find(ties[alias], state), other) for state in (MASTER, MODULE, COPY)}
-        same[alias] = next((is_same for is_same in (True, False) if is_same in found), None)
+        comparisons = {are_same(index, index.find(ties[alias], state), other) for state in (MASTER, MODULE, COPY)}
+        same[alias] = next((is_same for is_same in (True, False) if is_same in comparisons), None)
     if unknown := [alias for alias, is_same in same.items() if is_same is None]:
         match.notes.append(f"{shorten(unknown)}: tied in the model to another name, whose saved values are used")
     saved -= {alias for alias, is_same in same.items() if is_same is not False}

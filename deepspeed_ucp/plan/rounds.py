@@ -185,7 +185,7 @@ def _feeds(read: Read, sinks: Sequence[bool]) -> bool:
 
 def _pick_reads(reads: Iterable[Read], served: Iterable[Read]) -> list[Read]:
     """Return the reads with some bytes that are served."""
-    lows, highs = np.array([(each.offset, each.end) for each in served], np.int64).reshape(-1, 2).T
+    lows, highs = np.array([(read.offset, read.end) for read in served], np.int64).reshape(-1, 2).T
     staged = [(read, read.items[0].position) for read in reads]
     return [read for read, low in staged if ((lows < low + read.nbytes) & (highs > low)).any()]
 
@@ -233,8 +233,8 @@ def make_owner_plan(
     count = len(plan.rounds)
     first = _spread_start(count, machine)
     plan.rounds[:] = plan.rounds[first:] + plan.rounds[:first]
-    for each in answers:
-        each[:, 0] = np.where(each[:, 0] == SELF_READ, SELF_READ, (each[:, 0] - first) % max(count, 1))
+    for answer in answers:
+        answer[:, 0] = np.where(answer[:, 0] == SELF_READ, SELF_READ, (answer[:, 0] - first) % max(count, 1))
     return plan, answers
 
 
@@ -359,7 +359,7 @@ class LoadPlan:
         is_needed = [iter(column.tolist()) for column in needed] or [repeat(True)] * self.size
         rounds = []
         for round_ in self.rounds:
-            served = [[each for each in row if next(is_needed[peer])] for peer, row in enumerate(round_.served)]
+            served = [[read for read in row if next(is_needed[peer])] for peer, row in enumerate(round_.served)]
             kept = [[_feeds(claim, sinks) for claim in claims] for claims in round_.claims]
             claims = [list(compress(*pair)) for pair in zip(round_.claims, kept, strict=True)]
             offsets = [list(compress(*pair)) for pair in zip(round_.offsets, kept, strict=False)]
@@ -403,7 +403,9 @@ def make_plan(
     rows = [answer.tolist() for answer in answers]
     count = max((number + 1 for row in rows for number, _ in row), default=0)
     idle = [Round.empty(len(rows)) for _ in range(count - len(owner_plan.rounds))]
-    rounds = [replace(each, claims=[[] for _ in rows], offsets=[[] for _ in rows]) for each in owner_plan.rounds + idle]
+    rounds = [
+        replace(round_, claims=[[] for _ in rows], offsets=[[] for _ in rows]) for round_ in owner_plan.rounds + idle
+    ]
     granted = list[Read]()
     for owner, row in enumerate(rows):
         for claim, (number, offset) in zip(addressed[owner], row, strict=True):

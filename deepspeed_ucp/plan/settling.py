@@ -37,9 +37,9 @@ def settle_index(
     weights = list_weights(index)
     source = {name: tuple(shard.shape for shard in atom.shards) for name, atom in weights.items()}
     buffers = {name: is_replica(index, weights[name]) for name in index.buffers if name in weights}
-    asked = sorted(names if names is not None else source if target is None else target)
+    wanted = sorted(names if names is not None else source if target is None else target)
     ordered = order_rules(index, rules, live)
-    return settle(asked, source, target, ordered, index.hints, degree=degree, buffers=buffers)
+    return settle(wanted, source, target, ordered, index.hints, degree=degree, buffers=buffers)
 
 
 def order_rules(index: AtomicIndex, rules: Sequence[RuleSet], live: Sequence[RuleSet] = ()) -> list[RuleSet]:
@@ -72,9 +72,9 @@ def _pick_weights(index: AtomicIndex) -> Iterable[tuple[AtomKey, list[ParamStora
     best: dict[str, tuple[int, AtomKey, list[ParamStorage]]] = {}
     for param, shards in index.atoms.storages.items():
         for rank, state in enumerate((MASTER, MODULE, COPY, *shards[0].states)):
-            if found := [shard for shard in shards if state in shard.states]:
+            if matching := [shard for shard in shards if state in shard.states]:
                 if param.name not in best or rank < best[param.name][0]:
-                    best[param.name] = rank, param.atom(state), found
+                    best[param.name] = rank, param.atom(state), matching
                 break
     return ((key, shards) for _, key, shards in best.values())
 
@@ -118,7 +118,7 @@ def refuse_stateless(index: AtomicIndex) -> None:
 
 def describe_irregular(index: AtomicIndex) -> str:
     """Describe optimizer states that no other topology can have; empty without any."""
-    listed = [f"{key.param}.{key.state} ({what})" for key, what in sorted(index.irregular.items())]
+    listed = [f"{key.param}.{key.state} ({description})" for key, description in sorted(index.irregular.items())]
     if not listed:
         return ""
     return (

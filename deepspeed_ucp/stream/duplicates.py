@@ -136,13 +136,13 @@ def _find_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) ->
     Each of thousands of ranks has few files, and creates no objects for the others.
     """
     storages = index.atoms.storages if index.topology.traits.has_copies else {}
-    masters: dict[int, tuple[Storage, dict[int, tuple[ParamKey, int]]]] = {}  # with the owners of places in it
+    masters: dict[int, tuple[Storage, dict[int, tuple[ParamKey, int]]]] = {}  # with the owners by position in it
     for param in [key.param for key in touched if key.state == MASTER]:
         shards = storages.get(param, ())
         if any(COPY in shard.states for shard in shards):
-            for tp_shard, _, place, states in shards:
+            for tp_shard, _, position, states in shards:
                 if master := states.get(MASTER):
-                    masters.setdefault(id(master), (master, {}))[1][place] = param, tp_shard
+                    masters.setdefault(id(master), (master, {}))[1][position] = param, tp_shard
     parts: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for number, (storage, _) in masters.items():
         for part, record in storage.list_records():

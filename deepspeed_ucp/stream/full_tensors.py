@@ -205,8 +205,8 @@ def stream(
             sides, checks = [], []
             for (reader, atoms), space in zip(sources, spaces, strict=True):
                 wants = [atoms[span.output].want(span.start, span.numel) for span in batch.ranges]
-                places = _lay_out(batch, atoms)
-                sides.append([space[place:][: want.nbytes] for want, place in zip(wants, places, strict=False)])
+                offsets = _lay_out(batch, atoms)
+                sides.append([space[offset:][: want.nbytes] for want, offset in zip(wants, offsets, strict=False)])
                 checks += reader.read_tensors(wants, sides[-1])
             consume(batch, sides, checks, scratch)
             progress(sum(data.nbytes for side in sides for data in side))
@@ -217,8 +217,8 @@ def stream(
 
 def _lay_out(batch: Batch, atoms: Sequence[FullTensor]) -> list[int]:
     """Return the aligned memory offset of each range of a batch, and the total size."""
-    places = [0]
+    offsets = [0]
     for span in batch.ranges:
         nbytes = span.numel * atoms[span.output].itemsize
-        places.append(places[-1] + -(-nbytes // direct.ALIGNMENT) * direct.ALIGNMENT)
-    return places
+        offsets.append(offsets[-1] + -(-nbytes // direct.ALIGNMENT) * direct.ALIGNMENT)
+    return offsets

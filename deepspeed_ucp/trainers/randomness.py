@@ -14,7 +14,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ..comm import connect
-from ..engine.parallel import find_place
+from ..engine.parallel import find_parallel_state
 from ..errors import CheckpointError, shorten
 from ..load.client import read_objects
 from ..model.index import SavedJob
@@ -81,7 +81,7 @@ def restore_ranks(engine: Any, folder: str, job: SavedJob, read: Callable[[int],
     Raises:
         CheckpointError: a file is damaged; the same on every rank.
     """
-    comm, place = connect(), find_place(engine)
+    comm, parallel = connect(), find_parallel_state(engine)
     ranks, tensor = range(job.ranks), job.model_ranks
     digests = comm.share(ranks, lambda rank: {name: digest(state) for name, state in read(rank).items()})
     places = [(0, rank % tensor, rank // tensor) for rank in ranks]
@@ -89,19 +89,19 @@ def restore_ranks(engine: Any, folder: str, job: SavedJob, read: Callable[[int],
     axes = {
         name: find_axes({at: by_name.get(name) for at, by_name in zip(places, digests, strict=True)}) for name in names
     }
-    needed = {project(find_coords(place), kept) for kept in axes.values()}
+    needed = {project(find_coords(parallel), kept) for kept in axes.values()}
 
     def restore() -> list[str]:
         known = [(at, read(rank)) for rank, at in zip(ranks, places, strict=True) if at in needed]
         record = make_record(known, axes, str(digests[0]), job.steps)
         wanted = {*names, "accelerator"} if names else {}  # a run on CPUs has saved no state of an accelerator
         generators = {name: generator for name, generator in list_generators().items() if name in wanted}
-        return restore_generators(record, place, generators)
+        return restore_generators(record, parallel, generators)
 
     derived = comm.each(restore)
     if comm.rank == 0:
-        if job.ranks == 1 < place.dp:
-            log_copies(place.dp)
+        if job.ranks == 1 < parallel.dp:
+            log_copies(parallel.dp)
         if missing := [str(rank) for rank, by_name in enumerate(digests) if not by_name]:
             logger.warning("%s: the saved random states of ranks %s are missing", folder, shorten(missing))
         if new := [str(rank) for rank, is_derived in enumerate(derived) if is_derived]:

@@ -233,7 +233,7 @@ def test_a_save_after_a_resume_loads_in_deepspeed_and_in_the_source(
 def mend_copies(local: Local) -> Local:
     """Restore copies that DeepSpeed restores only in the next step: a tied layer with a forward_fn has no file."""
     for name, state in local.state.parameters.items():
-        if local.state.place.pp_rank and name.startswith("tied_modules.") and state.fp32 is not None:
+        if local.state.parallel.pp_rank and name.startswith("tied_modules.") and state.fp32 is not None:
             state.value = state.fp32.to(state.value.dtype)
     return local
 

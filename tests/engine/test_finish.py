@@ -30,7 +30,7 @@ from deepspeed_ucp.errors import CheckpointError, MismatchError
 @pytest.mark.parametrize(("engine", "refreshed"), [({"is_pipe_parallel": True}, True), ({}, False)])
 def test_copies_of_a_pipeline_with_one_stage_are_refreshed(engine: dict[str, bool], refreshed: bool) -> None:
     """A tied module has no layer file if all its uses have a `forward_fn`."""
-    target = Mock(engine=SimpleNamespace(**engine), place=SimpleNamespace(pp=1))
+    target = Mock(engine=SimpleNamespace(**engine), parallel=SimpleNamespace(pp=1))
     target.unfiled.return_value = ["tied_modules.k.weight"]
     refresh_after_own_load(target, Comm(), with_states=True)
     assert (target.refresh_copies.called, target.gather_copies.called) == (refreshed, refreshed)

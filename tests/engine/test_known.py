@@ -49,7 +49,7 @@ def make(row: tuple[str, int] = ("zero12", 1), **differs: Any) -> Any:
     return SimpleNamespace(
         topology=SimpleNamespace(**topology),
         engine=SimpleNamespace(**engine),
-        place=SimpleNamespace(tp=topology["tp"]),
+        parallel=SimpleNamespace(tp=topology["tp"]),
         **plain | differs,
     )
 

@@ -14,7 +14,7 @@ from deepspeed.pipe import PipelineModule, TiedLayerSpec
 
 from deepspeed_ucp.engine import parallel
 from deepspeed_ucp.engine.coverage import UnknownLayoutError
-from deepspeed_ucp.engine.parallel import Place, find_place, live_attributes, live_universal_info
+from deepspeed_ucp.engine.parallel import ParallelState, find_parallel_state, live_attributes, live_universal_info
 from deepspeed_ucp.errors import UnsupportedError
 from deepspeed_ucp.extensions.experts import engine
 from deepspeed_ucp.extensions.pipeline import TiedStages
@@ -57,19 +57,21 @@ STAGES = make_mpu(
 
 
 @pytest.mark.parametrize(
-    ("mpu", "size", "mp_rank", "place"),
+    ("mpu", "size", "mp_rank", "parallel"),
     [
-        pytest.param(None, 1, 0, Place(0, 1, 0, 1, 1, 3), id="none"),
-        pytest.param(make_mpu(sequence_parallel_world_size=2), 1, 0, Place(0, 1, 0, 1, 1, 3), id="sequence-only"),
-        pytest.param(MEGATRON, 8, 5, Place(1, 2, 2, 4, 1, 3), id="megatron"),
-        pytest.param(SLICES, 2, 1, Place(1, 2, 0, 1, 1, 3), id="slices"),
-        pytest.param(OLDEST, 4, 3, Place(3, 4, 0, 1, 1, 3), id="oldest"),
-        pytest.param(STAGES, 2, 1, Place(0, 1, 1, 2, 1, 3), id="stages"),
+        pytest.param(None, 1, 0, ParallelState(0, 1, 0, 1, 1, 3), id="none"),
+        pytest.param(
+            make_mpu(sequence_parallel_world_size=2), 1, 0, ParallelState(0, 1, 0, 1, 1, 3), id="sequence-only"
+        ),
+        pytest.param(MEGATRON, 8, 5, ParallelState(1, 2, 2, 4, 1, 3), id="megatron"),
+        pytest.param(SLICES, 2, 1, ParallelState(1, 2, 0, 1, 1, 3), id="slices"),
+        pytest.param(OLDEST, 4, 3, ParallelState(3, 4, 0, 1, 1, 3), id="oldest"),
+        pytest.param(STAGES, 2, 1, ParallelState(0, 1, 1, 2, 1, 3), id="stages"),
     ],
 )
-def test_places_of_ranks_by_every_kind_of_mpu(mpu: Any, size: int, mp_rank: int, place: Place) -> None:
-    found = find_place(make_engine(mpu, size))
-    assert found == place
+def test_parallel_state_by_every_kind_of_mpu(mpu: Any, size: int, mp_rank: int, parallel: ParallelState) -> None:
+    found = find_parallel_state(make_engine(mpu, size))
+    assert found == parallel
     assert found.mp_rank == mp_rank
 
 
@@ -88,7 +90,7 @@ NO_STAGE = make_mpu(slice_parallel_rank=0, slice_parallel_world_size=1, pipe_par
 )
 def test_unsupported_mpus_are_refused(mpu: Any, size: int, words: str) -> None:
     with pytest.raises(UnsupportedError, match=words):
-        find_place(make_engine(mpu, size))
+        find_parallel_state(make_engine(mpu, size))
 
 
 def mark(parameter: torch.nn.Parameter, **marks: Any) -> torch.nn.Parameter:
@@ -150,20 +152,26 @@ def test_universal_checkpoint_info_becomes_plain_data() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "lane", "place", "over_tp", "expected"),
+    ("ranks", "lane", "parallel", "over_tp", "expected"),
     [
-        ([4, 6], [4, 6], Place(0, 2, 1, 2, 0, 2), False, [0, 2]),  # one tensor-parallel rank of the second stage
-        ([5], [5, 7], Place(1, 2, 1, 2, 0, 2), False, [1]),
-        ([0, 4], [0, 2, 4, 6], Place(0, 2, 0, 1, 0, 4), False, [0, 4]),
-        ([5, 6], [5, 7], Place(1, 2, 1, 2, 0, 2), True, [1, 2]),  # both tensor-parallel ranks
-        ([0, 1, 2, 3], [1, 3], Place(1, 2, 0, 1, 0, 2), True, [0, 1, 2, 3]),
-        ([3], [0, 2, 1, 3], Place(0, 1, 0, 1, 3, 4), False, [3]),  # in the group's order
+        (
+            [4, 6],
+            [4, 6],
+            ParallelState(0, 2, 1, 2, 0, 2),
+            False,
+            [0, 2],
+        ),  # one tensor-parallel rank of the second stage
+        ([5], [5, 7], ParallelState(1, 2, 1, 2, 0, 2), False, [1]),
+        ([0, 4], [0, 2, 4, 6], ParallelState(0, 2, 0, 1, 0, 4), False, [0, 4]),
+        ([5, 6], [5, 7], ParallelState(1, 2, 1, 2, 0, 2), True, [1, 2]),  # both tensor-parallel ranks
+        ([0, 1, 2, 3], [1, 3], ParallelState(1, 2, 0, 1, 0, 2), True, [0, 1, 2, 3]),
+        ([3], [0, 2, 1, 3], ParallelState(0, 1, 0, 1, 3, 4), False, [3]),  # in the group's order
     ],
 )
 def test_ranks_of_a_group_are_numbered_within_their_stage(
-    ranks: list[int], lane: list[int], place: Place, expected: list[int], *, over_tp: bool
+    ranks: list[int], lane: list[int], parallel: ParallelState, expected: list[int], *, over_tp: bool
 ) -> None:
-    assert list(engine._number_ranks(ranks, lane, place, over_tp=over_tp)) == expected
+    assert list(engine._number_ranks(ranks, lane, parallel, over_tp=over_tp)) == expected
 
 
 @pytest.mark.parametrize(
@@ -172,7 +180,7 @@ def test_ranks_of_a_group_are_numbered_within_their_stage(
 )
 def test_unsupported_orders_of_ranks_are_refused(ranks: list[int], lane: list[int], words: str) -> None:
     with pytest.raises(UnknownLayoutError, match=words):
-        engine._number_ranks(ranks, lane, Place(0, 2, 0, 1, 0, 3), over_tp=True)
+        engine._number_ranks(ranks, lane, ParallelState(0, 2, 0, 1, 0, 3), over_tp=True)
 
 
 class Stage(PipelineModule):

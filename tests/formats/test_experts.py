@@ -27,7 +27,7 @@ from deepspeed_ucp.formats.deepspeed.headers import (
     select_files,
 )
 from deepspeed_ucp.formats.deepspeed.save import Save, name_expected_files
-from deepspeed_ucp.formats.deepspeed.zero import GroupShare, deal_group
+from deepspeed_ucp.formats.deepspeed.zero import GroupShare, assign_group
 from deepspeed_ucp.formats.locations import FileTable
 from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.model.records import Record
@@ -159,8 +159,8 @@ def make_save(
     )
 
 
-def deal(save: Any, mp: int) -> list[list[GroupShare]]:
-    return [deal_group(save, mp, number, group) for number, group in enumerate(save.model(mp).param_shapes)]
+def assign(save: Any, mp: int) -> list[list[GroupShare]]:
+    return [assign_group(save, mp, number, group) for number, group in enumerate(save.model(mp).param_shapes)]
 
 
 GROUPS, PLACED, OTHER = [["dense"], [f"{FIRST}0.w"]], [["dense"], ["m.experts.w1"]], ((0, 1), (2, 3))
@@ -177,12 +177,12 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("options", "text"), CONTRADICTIONS)
 def test_files_that_contradict_each_other_about_experts_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(CheckpointError, match=text):
-        deal(make_save(**options), 0)
+        assign(make_save(**options), 0)
 
 
 def test_a_parameter_is_an_expert_only_with_an_experts_file() -> None:
-    (dealt,) = deal(make_save((4,), [[f"{FIRST}0.w"]], 0), 0)
-    assert [list(part.ranks) for part in dealt] == [[0, 1, 2, 3]]
+    (shares,) = assign(make_save((4,), [[f"{FIRST}0.w"]], 0), 0)
+    assert [list(part.ranks) for part in shares] == [[0, 1, 2, 3]]
 
 
 # -- a layer of experts with a second name --------------------------------------------------------------------------

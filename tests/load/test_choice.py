@@ -122,7 +122,7 @@ def test_another_order_of_elements_in_equal_shards_is_a_difference() -> None:
     def ask(live: Any, saved: Any = halves, tp: int = 2, **config: Any) -> list[str]:
         engine = UpstreamEngine()
         engine.module = SimpleNamespace(universal_checkpoint_info=live)
-        target: Any = SimpleNamespace(engine=engine, place=SimpleNamespace(tp=tp), params=dict.fromkeys(("w", "v")))
+        target: Any = SimpleNamespace(engine=engine, parallel=SimpleNamespace(tp=tp), params=dict.fromkeys(("w", "v")))
         found = replace(index, hints={"universal_checkpoint_info": saved} if saved else {})
         return list_other_orders(make_job(engine, Comm(), **config), target, found)
 

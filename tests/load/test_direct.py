@@ -15,7 +15,7 @@ import torch
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
-from deepspeed_ucp.engine.parallel import Place
+from deepspeed_ucp.engine.parallel import ParallelState
 from deepspeed_ucp.errors import MismatchError, RemoteError, StorageError, UnsupportedError
 from deepspeed_ucp.io.threads import count_threads
 from deepspeed_ucp.load import direct, transfer
@@ -292,7 +292,7 @@ def make_stage(layer: str, **options: Any) -> LoadContext:
 
 
 LENIENT = {"load_module_strict": False}
-PLACED: Any = SimpleNamespace(place=Place(0, 1, 0, 1, 0, 1))
+PLACED: Any = SimpleNamespace(parallel=ParallelState(0, 1, 0, 1, 0, 1))
 
 
 @pytest.mark.parametrize(

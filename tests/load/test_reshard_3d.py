@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, note
 
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.engine.parallel import Place
+from deepspeed_ucp.engine.parallel import ParallelState
 from deepspeed_ucp.errors import CheckpointError, MismatchError
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
@@ -353,8 +353,8 @@ def make_stage(pp_rank: int, *groups: list[str], decay: Sequence[float] = (0.1, 
     """Make a rank of one of two stages, with parameters of equal shape; the first has a second name, `tied`."""
     params = [Param(name, (2,), number) for number, names in enumerate(groups) for name in names]
     tied = Param("tied", (2,), alias_of=groups[0][0])
-    place = Place(0, 1, pp_rank, 2, dp_rank, 1)
-    target = FakeTarget(Model((*params, tied)), Topology(1, 2), dp_rank, place=place)
+    parallel = ParallelState(0, 1, pp_rank, 2, dp_rank, 1)
+    target = FakeTarget(Model((*params, tied)), Topology(1, 2), dp_rank, parallel=parallel)
     for group, value in zip(target.wrapped.param_groups, decay, strict=False):
         group.update(weight_decay=value, lr=0.1 + pp_rank)
     return target

@@ -60,11 +60,13 @@ def check_content(ranks: Sequence[Loaded], expected: State, local: Mapping[int, 
     local = local or {0: Local(model, replace(expected, groups=expected.groups or own))}
     files = build_local_files(local, topology)
     for rank in ranks:
-        held = local[rank.target.place.mp_rank].state
+        held = local[rank.target.parallel.mp_rank].state
         check_masters(rank, files, held)
         check_extras(rank, held)
         groups = rank.target.wrapped.param_groups if rank.target.wrapped else ()
-        hypers = own_state(held, own_models(local[rank.target.place.mp_rank].model, topology)[rank.target.rank]).groups
+        hypers = own_state(
+            held, own_models(local[rank.target.parallel.mp_rank].model, topology)[rank.target.rank]
+        ).groups
         for group, hyper in zip(groups, hypers, strict=bool(groups)):
             assert {key: group[key] for key in hyper} == dict(hyper), rank.target.label
 
@@ -72,7 +74,7 @@ def check_content(ranks: Sequence[Loaded], expected: State, local: Mapping[int, 
 def saved_buffers(files: dict[str, Any], rank: Loaded, expected: State) -> list[dict[str, torch.Tensor]]:
     """Return master, states and scalars in the rank's file for each live flat buffer."""
     target = rank.target
-    model, topology, mp = target.model, target.kind, target.place.mp_rank
+    model, topology, mp = target.model, target.kind, target.parallel.mp_rank
     if topology.partitions:
         optimizer = files[optim_file(topology, target.rank, mp)]["optimizer_state_dict"]
     elif model.experts:  # which may be in the file of another lane's rank

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, settings
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.engine.base import Target
-from deepspeed_ucp.engine.parallel import Instance, Place
+from deepspeed_ucp.engine.parallel import Instance, ParallelState
 from deepspeed_ucp.extensions.experts.engine import LiveExperts, LocalExperts, share_out
 from deepspeed_ucp.extensions.registry import find_for_load
 from deepspeed_ucp.formats import open_checkpoint
@@ -88,13 +88,13 @@ class FakeTarget(Target):
         rank: int,
         optimizer: Any = torch.optim.AdamW,
         *,
-        place: Place | None = None,
+        parallel: ParallelState | None = None,
         copies: Mapping[str, Instance] | None = None,
         module: torch.nn.Module | None = None,
     ) -> None:
         self.model, self.kind, self.rank = model, topology, rank
         self.own = own_models(model, topology)[rank]
-        self.place = place or Place(0, 1, 0, 1, rank, topology.dp)
+        self.parallel = parallel or ParallelState(0, 1, 0, 1, rank, topology.dp)
         layers = {layer.prefix: hold_experts(model, topology, layer, rank) for layer in held_layers(model)}
         self.extensions = [LiveExperts()] if layers else []
         self.shares = share_out(layers, [param.name for param in self.own.params])
@@ -164,7 +164,7 @@ class FakeTarget(Target):
 
     @property
     def label(self) -> str:
-        return f"{self.kind.label} stage {self.place.pp_rank} tp {self.place.tp_rank} dp {self.rank}"
+        return f"{self.kind.label} stage {self.parallel.pp_rank} tp {self.parallel.tp_rank} dp {self.rank}"
 
 
 def own_layout(model: Model, topology: Topology, rank: int) -> tuple[Flat, ...]:

@@ -16,7 +16,7 @@ import torch
 from hypothesis import strategies as st
 
 from deepspeed_ucp.config import UniversalConfig
-from deepspeed_ucp.engine.parallel import Instance, Place
+from deepspeed_ucp.engine.parallel import Instance, ParallelState
 from deepspeed_ucp.extensions.experts.names import is_expert
 from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.tensor_parallel.rules import from_config
@@ -178,14 +178,21 @@ class SavedRun:
         """Make all ranks in DeepSpeed's order: pipeline stage, data, tensor parallelism."""
         top, locals_ = self.topology, self.locals
         places = [
-            Place(t, top.tp, p, top.pp, d, top.dp) for p in range(top.pp) for d in range(top.dp) for t in range(top.tp)
+            ParallelState(t, top.tp, p, top.pp, d, top.dp)
+            for p in range(top.pp)
+            for d in range(top.dp)
+            for t in range(top.tp)
         ]
-        return [self._make_target(place, locals_[place.mp_rank], modules) for place in places]
+        return [self._make_target(parallel, locals_[parallel.mp_rank], modules) for parallel in places]
 
-    def _make_target(self, place: Place, local: Local, modules: Sequence[torch.nn.Module] | None) -> FakeTarget:
-        copies = self._find_copies(local.model, place.pp_rank)
-        module = modules[place.tp_rank] if modules else None
-        target = FakeTarget(local.model, self.topology, place.dp_rank, place=place, copies=copies, module=module)
+    def _make_target(
+        self, parallel: ParallelState, local: Local, modules: Sequence[torch.nn.Module] | None
+    ) -> FakeTarget:
+        copies = self._find_copies(local.model, parallel.pp_rank)
+        module = modules[parallel.tp_rank] if modules else None
+        target = FakeTarget(
+            local.model, self.topology, parallel.dp_rank, parallel=parallel, copies=copies, module=module
+        )
         target.layers = local.layers
         return target
 
@@ -325,7 +332,7 @@ def number_ranks(folder: Path) -> set[int]:
 def load_numbers(index: AtomicIndex, targets: Sequence[FakeTarget], config: UniversalConfig) -> list[int]:
     """Load on all ranks; return the numbers that they get, by model-parallel and data-parallel rank."""
     results = run_ranks(len(targets), lambda rank, comm: run_load(index, targets[rank], comm, config))
-    places = [(each.place.mp_rank, each.place.dp_rank) for each in targets]
+    places = [(each.parallel.mp_rank, each.parallel.dp_rank) for each in targets]
     return [number for _, number in sorted(zip(places, (client["number"] for *_, client in results), strict=True))]
 
 

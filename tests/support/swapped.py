@@ -48,7 +48,7 @@ class SwappedTarget(FakeTarget):
     def move(self, held: EngineBuffer, name: str, dtype: torch.dtype) -> EngineBuffer:
         path, numel = self.folder / name, align(held.buffer.partition)
         path.write_bytes(torch.full((numel,), SENTINEL, dtype=dtype).view(torch.uint8).numpy().tobytes())
-        return self.nvme.place(held, str(path), SimpleNamespace(dtype=dtype, _io_aligned_numel=align))
+        return self.nvme.map_swapped(held, str(path), SimpleNamespace(dtype=dtype, _io_aligned_numel=align))
 
     def _extra(self, param: Param) -> EngineBuffer:
         held = super()._extra(param)

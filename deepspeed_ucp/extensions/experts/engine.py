@@ -13,7 +13,7 @@ from deepspeed.utils import groups
 
 from ...engine.base import Target
 from ...engine.coverage import UnknownLayoutError
-from ...engine.parallel import Place, Share
+from ...engine.parallel import ParallelState, Share
 from ...errors import UnsupportedError
 from ...model.flat import Shape
 from ...model.view import EngineBuffer
@@ -40,10 +40,10 @@ class LiveExperts(Extension):
     def find_shares(self, target: Target) -> dict[str, LocalExperts]:
         module = target.engine.module
         tensors = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
-        return share_out(find_experts(target.engine, target.place), (name for name, _ in chain(*tensors)))
+        return share_out(find_experts(target.engine, target.parallel), (name for name, _ in chain(*tensors)))
 
     def complete_extras(self, target: Target, extras: list[EngineBuffer]) -> list[EngineBuffer]:
-        for name in target.places:
+        for name in target.fused_indices:
             if name not in target.owned and hasattr(target.params[name], "ds_tensor"):
                 raise UnsupportedError(
                     f"{name}: ZeRO 3 does not save frozen parameters of AutoEP's experts. Resume at ZeRO 0 to 2, or "
@@ -60,7 +60,7 @@ class LiveExperts(Extension):
         if any(map(is_expert, target.params.keys() - target.owned)):
             yield "frozen experts"  # at ZeRO 2 every rank gets the first rank's
         layers = target.shares.values()
-        is_regular = all(not layer.unsharded or layer.degree % target.place.tp == 0 for layer in layers)
+        is_regular = all(not layer.unsharded or layer.degree % target.parallel.tp == 0 for layer in layers)
         if not (is_regular and len({layer.degree for layer in layers}) <= 1):
             yield "experts of other ranks or degrees"
         elif layers and target.topology.zero_stage == 3:
@@ -88,7 +88,7 @@ def share_out(layers: Mapping[str, LocalExperts], names: Iterable[str]) -> dict[
     return {name: layers[layer] for name in names if (layer := find_layer(name, layers))}
 
 
-def find_experts(engine: Any, place: Place) -> dict[str, LocalExperts]:
+def find_experts(engine: Any, parallel: ParallelState) -> dict[str, LocalExperts]:
     """Return this rank's experts of each layer, by the prefix of their parameters.
 
     Raises:
@@ -110,7 +110,7 @@ def find_experts(engine: Any, place: Place) -> dict[str, LocalExperts]:
         replicas = ds_comm.get_all_ranks_from_group(groups._get_expert_data_parallel_group(group))
         sharing = ds_comm.get_all_ranks_from_group(groups._get_expert_parallel_group(group))
         over_tp = not {*replicas, *sharing} <= {*peers}
-        stage_ranks = _number_ranks(replicas, peers, place, over_tp=over_tp)
+        stage_ranks = _number_ranks(replicas, peers, parallel, over_tp=over_tp)
         ranks = None if not over_tp and len(stage_ranks) == len(peers) else stage_ranks
         is_first = replicas[0] == ds_comm.get_rank()
         layers[f"{prefix}{end}"] = LocalExperts(len(sharing), ranks, over_tp, is_first, numbers)
@@ -125,21 +125,21 @@ def _list_fused(layer: Any) -> Sequence[int]:
     return tuple({entry["rank"]: entry["experts"] for entry in placement["ranks"]}[layer.ep_rank])
 
 
-def _number_ranks(ranks: Sequence[int], peers: Sequence[int], place: Place, *, over_tp: bool) -> range:
+def _number_ranks(ranks: Sequence[int], peers: Sequence[int], parallel: ParallelState, *, over_tp: bool) -> range:
     """Convert global ranks to ranks of their pipeline stage.
 
     Args:
         peers: this rank's data-parallel group.
         over_tp: ``ranks`` may contain ranks of other data-parallel groups.
     """
-    first = peers[0] - place.tp_rank
-    if over_tp and peers != [first + rank * place.tp + place.tp_rank for rank in range(place.dp)]:
+    first = peers[0] - parallel.tp_rank
+    if over_tp and peers != [first + rank * parallel.tp + parallel.tp_rank for rank in range(parallel.dp)]:
         raise UnknownLayoutError(
             f"experts are distributed over tensor-parallel ranks, and data-parallel ranks are numbered {peers}. Number "
-            f"tensor-parallel ranks side by side (every {place.tp}th rank in this rank's data-parallel group)"
+            f"tensor-parallel ranks side by side (every {parallel.tp}th rank in this rank's data-parallel group)"
         )
-    places = [rank - first if over_tp else peers.index(rank) * place.tp + place.tp_rank for rank in ranks]
-    spaced = range(places[0], places[-1] + 1, places[1] - places[0] if len(places) > 1 else 1)
-    if list(spaced) != places:
-        raise UnknownLayoutError(f"ranks {places} of a stage have the same experts, but are not evenly spaced")
+    numbers = [rank - first if over_tp else peers.index(rank) * parallel.tp + parallel.tp_rank for rank in ranks]
+    spaced = range(numbers[0], numbers[-1] + 1, numbers[1] - numbers[0] if len(numbers) > 1 else 1)
+    if list(spaced) != numbers:
+        raise UnknownLayoutError(f"ranks {numbers} of a stage have the same experts, but are not evenly spaced")
     return spaced

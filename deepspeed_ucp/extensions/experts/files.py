@@ -146,18 +146,18 @@ def _parse_degree(group: Mapping[str, Any]) -> int:
     return int(match[1]) if match else 0
 
 
-def name_optims(save: Save, optim: OptimHeader | None, places: range, tp_shards: int) -> Iterator[str]:
+def name_optims(save: Save, optim: OptimHeader | None, model_ranks: range, tp_shards: int) -> Iterator[str]:
     """Yield the names of experts' ZeRO-0 optimizer files, at least one per rank."""
     degrees = [degree for group in (optim.groups if optim else ()) if (degree := _parse_degree(group))]
     files = save.names["expert_optim"]
-    count = max(degrees, default=max((rank for mp, rank in files if mp in places), default=-1) + 1)
+    count = max(degrees, default=max((rank for mp, rank in files if mp in model_ranks), default=-1) + 1)
     for rank in range(count):
-        holders = [mp for mp in places if tp_shards > 1 or (mp, rank) in files]
-        for mp in holders or [places[rank % len(places)]]:
+        holders = [mp for mp in model_ranks if tp_shards > 1 or (mp, rank) in files]
+        for mp in holders or [model_ranks[rank % len(model_ranks)]]:
             yield ROLES["expert_optim"].make_name(mp, rank)
 
 
-def name_experts_files(save: Save, layers: Sequence[int], places: range, tp_shards: int) -> Iterator[str]:
+def name_experts_files(save: Save, layers: Sequence[int], model_ranks: range, tp_shards: int) -> Iterator[str]:
     """Yield the expected names of experts' files.
 
     Args:
@@ -169,8 +169,8 @@ def name_experts_files(save: Save, layers: Sequence[int], places: range, tp_shar
     if files and all(layer == NO_LAYER for layer, _, _ in files):
         keys = [(NO_LAYER, expert) for expert in range(max(layers, default=0))]
     for key in keys:
-        holders = [mp for mp in places if tp_shards > 1 or (*key, mp) in files]
-        for mp in holders or places[:1]:
+        holders = [mp for mp in model_ranks if tp_shards > 1 or (*key, mp) in files]
+        for mp in holders or model_ranks[:1]:
             yield ROLES["expert"].make_name(*key, mp)
 
 
@@ -213,7 +213,7 @@ def find_order(optim: OptimHeader | None, first: OptimHeader) -> list[int]:
     if optim is None or optim.partition_count == first.partition_count:
         return []
     counts = (header.partition_count for header in (optim, first))
-    mine, wanted = (sorted(range(len(each)), key=each.__getitem__) for each in counts)
+    mine, wanted = (sorted(range(len(values)), key=values.__getitem__) for values in counts)
     return [mine[wanted.index(group)] for group in range(len(mine))] if len(mine) == len(wanted) else []
 
 

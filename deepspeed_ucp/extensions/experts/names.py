@@ -130,7 +130,7 @@ def place_experts(dp: int, degree: int, tp: int = 1, tp_rank: int | None = None,
     return [ranks[rank::degree] for rank in range(degree)]
 
 
-def deal_experts(names: Sequence[str], degree: int, live: int = 0, *, ordered: bool = True) -> list[list[str]]:
+def assign_experts(names: Sequence[str], degree: int, live: int = 0, *, ordered: bool = True) -> list[list[str]]:
     """Return each expert-parallel rank's names of a param group in the rank's order.
 
     Args:
@@ -147,10 +147,10 @@ def deal_experts(names: Sequence[str], degree: int, live: int = 0, *, ordered: b
         return [list(names)] * degree
     if any(count % degree for count in counts.values()):
         raise ValueError(f"{degree} expert-parallel ranks do not fit {sorted(set(counts.values()))} experts")
-    dealt = [_deal(names, counts, number) for number in range(1, max(counts.values()) + 1)]
-    known = [len(ranks) for ranks in dealt if list(dict.fromkeys(chain(*ranks))) == list(names)]
+    assigned = [_assign(names, counts, number) for number in range(1, max(counts.values()) + 1)]
+    known = [len(ranks) for ranks in assigned if list(dict.fromkeys(chain(*ranks))) == list(names)]
     if known and (ordered or degree in known):
-        return _deal(names, counts, degree)
+        return _assign(names, counts, degree)
     if degree != live:
         raise ValueError(
             f"the optimizer has the experts in another order than the module, and {live or 'an unknown number of'} "
@@ -159,7 +159,7 @@ def deal_experts(names: Sequence[str], degree: int, live: int = 0, *, ordered: b
     return [_shift(names, counts, degree, rank) for rank in range(degree)]
 
 
-def _deal(names: Sequence[str], counts: Mapping[str, int], degree: int) -> list[list[str]]:
+def _assign(names: Sequence[str], counts: Mapping[str, int], degree: int) -> list[list[str]]:
     """Distribute names over expert-parallel ranks in module order; [] if impossible.
 
     All experts of a layer are at the position of its first expert.

@@ -110,12 +110,12 @@ class SavedExperts(ExpertFiles, SaveExtension):
         _, tp = find_degrees(save, model)
         tp_shards = count_tp_shards(save, tp)
         for stage, header in enumerate([first[0], *self.stages]):
-            places = range(stage * tp, (stage + 1) * tp)
+            model_ranks = range(stage * tp, (stage + 1) * tp)
             yield from name_experts_files(
-                save, header.model.facts.get("experts", ()) if header.model else (), places, tp_shards
+                save, header.model.facts.get("experts", ()) if header.model else (), model_ranks, tp_shards
             )
             if header.model and (len(first) == 1 or header.model.optim):
-                yield from name_optims(save, header.model.optim, places, tp_shards)
+                yield from name_optims(save, header.model.optim, model_ranks, tp_shards)
 
     def arrange(self, save: Save, headers: Mapping[str, FileHeader]) -> list[Finding]:
         """Take the experts' headers, align param groups, and complete model states."""
@@ -172,7 +172,7 @@ class SavedExperts(ExpertFiles, SaveExtension):
         wanted = cut_number(name)
         return {piece.shape for key, piece in pieces.items() if find_expert(key) and cut_number(key) == wanted}
 
-    def deal_group(self, save: Save, mp: int, number: int, group: Sequence[tuple[str, Shape]]) -> list[GroupShare]:
+    def assign_group(self, save: Save, mp: int, number: int, group: Sequence[tuple[str, Shape]]) -> list[GroupShare]:
         """Determine which ranks hold which experts of a group.
 
         The model states number each rank's experts from 0. The number of experts on a rank follows from the experts'
@@ -194,7 +194,7 @@ class SavedExperts(ExpertFiles, SaveExtension):
         holders = _find_holders(save, mp, replicas, over_tp=over_tp)
         _check_placements(save, mp, group, len(holders))
         numbers: dict[str, Sequence[Sequence[int]]] = {
-            layer: [range(place * share, (place + 1) * share) for place in range(len(holders))]
+            layer: [range(index * share, (index + 1) * share) for index in range(len(holders))]
             for layer, share in _share_experts(save, expert_counts, self.counts, len(holders)).items()
         }
         numbers |= {layer: placement for layer, placement in placements.items() if placement}
@@ -205,12 +205,12 @@ class SavedExperts(ExpertFiles, SaveExtension):
             else [{name: shape}] * len(holders)
             for name, shape in group
         ]
-        dealt = []
-        for place, (ranks, *parts) in enumerate(zip(holders, *named, strict=True)):
+        shares = []
+        for index, (ranks, *parts) in enumerate(zip(holders, *named, strict=True)):
             if over_tp or (save.is_sharded and is_named):
-                _check_writers(save, mp // save.tp, place, ranks, over_tp=over_tp)
-            dealt.append(GroupShare(ranks, local, dict(zip(local, parts, strict=True)), over_tp, is_named))
-        return dealt
+                _check_writers(save, mp // save.tp, index, ranks, over_tp=over_tp)
+            shares.append(GroupShare(ranks, local, dict(zip(local, parts, strict=True)), over_tp, is_named))
+        return shares
 
     def find_ties(self, save: Save, header: FileHeader, module: Mapping[str, Piece]) -> dict[str, str]:
         """Find the ties of AutoEP's router, and of experts in model states.
@@ -255,10 +255,10 @@ class SavedExperts(ExpertFiles, SaveExtension):
         ranks = {mp: SavedRank(mp // save.tp, mp % save.tp) for *_, mp in self.files}
         compact: dict[int, list[FileHeader]] = defaultdict(list)
         for (_, expert, mp), header in self.files.items():
-            found = find_compact(header)
-            if found is None or found[1] != expert:
+            layer_and_expert = find_compact(header)
+            if layer_and_expert is None or layer_and_expert[1] != expert:
                 _check_expert(save, header, expert)
-            if not over_tp and found:
+            if not over_tp and layer_and_expert:
                 compact[mp].append(header)
             else:
                 _add_expert(builder, ranks[mp], header, seen if over_tp else None, optimized)
@@ -307,7 +307,7 @@ def _read_counts(value: Any) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) and 1 < value <= _MOST_ENTRIES else ()
 
 
-def _check_writers(save: Save, stage: int, place: int, ranks: range, *, over_tp: bool) -> None:
+def _check_writers(save: Save, stage: int, ep_index: int, ranks: range, *, over_tp: bool) -> None:
     """Verify the rank that AutoEP recorded in each file of an expert-parallel rank.
 
     Under ZeRO 3 such a save has no copies of the experts to compare.
@@ -315,15 +315,15 @@ def _check_writers(save: Save, stage: int, place: int, ranks: range, *, over_tp:
     for rank in ranks:
         shard, header = save.shard(stage, rank), save.models[stage * save.tp + rank % save.tp]
         folding = shard.writer.get("folding")
-        if over_tp and folding not in (None, (rank % save.tp, place)):
+        if over_tp and folding not in (None, (rank % save.tp, ep_index)):
             raise CheckpointError(
                 f"is of tensor- and expert-parallel rank {folding}, but its name and the degrees require "
-                f"{(rank % save.tp, place)}. The file belongs to another run; put the right one back.",
+                f"{(rank % save.tp, ep_index)}. The file belongs to another run; put the right one back.",
                 path=save.path(shard),
             )
-        if save.is_sharded and (ep_rank := header[rank // save.tp].writer.get("ep_rank")) != place:
+        if save.is_sharded and (ep_rank := header[rank // save.tp].writer.get("ep_rank")) != ep_index:
             raise CheckpointError(
-                f"is of expert-parallel rank {ep_rank}, but the degrees require {place}. The file belongs to "
+                f"is of expert-parallel rank {ep_rank}, but the degrees require {ep_index}. The file belongs to "
                 "another run; put the right one back.",
                 path=save.path(header[rank // save.tp]),
             )
@@ -417,6 +417,6 @@ def _add_batch(builder: Builder, rank: SavedRank, batch: FileBatch, optimized: s
         records, begins = builder.number_records(batch, piece), batch.pick(piece, "start")
         storage = PartitionedState(buffer, first.dtype, records, begins)
         states.append((first.shape, {COPY: storage}, {MODULE: storage}))
-    for place, (header, *local) in enumerate(zip(headers, *names, strict=True)):
+    for index, (header, *local) in enumerate(zip(headers, *names, strict=True)):
         for name, (shape, copies, others) in zip(local, states, strict=True):
-            builder.add_storage(rank, name, shape, place, copies if name in optimized else others, header)
+            builder.add_storage(rank, name, shape, index, copies if name in optimized else others, header)

@@ -20,7 +20,7 @@ from ...model.storage import strip_compiled
 from ...model.topology import drop_labels, find_label
 from .autoep import Placement
 from .files import ExpertFiles, list_holders
-from .names import deal_experts, find_layer, is_expert, name_form
+from .names import assign_experts, find_layer, is_expert, name_form
 
 
 def name_optimizers(experts: ExpertFiles, save: Save, naming: Naming, live: GroupNames | None) -> list[NamedOptimizer]:
@@ -32,11 +32,13 @@ def name_optimizers(experts: ExpertFiles, save: Save, naming: Naming, live: Grou
     order = _compare_modules(experts, save, naming) if naming.order else None
     if live is not None and order is not None:
         live = order.follow(_join_groups(experts, live, naming.order), naming.hyper)
-    dealt = _deal(experts, save, live, naming.ep, order) if live is not None and experts.optims else []
+    assigned = _assign(experts, save, live, naming.ep, order) if live is not None and experts.optims else []
     parts = []
     for mp in range(len(save.models)):
         files = {ep: file for (place, ep), file in experts.optims.items() if place == mp} or {0: save.models[mp][0]}
-        parts += [_name_part(experts, save, mp, ep, file, dealt[ep] if dealt else live) for ep, file in files.items()]
+        parts += [
+            _name_part(experts, save, mp, ep, file, assigned[ep] if assigned else live) for ep, file in files.items()
+        ]
     return parts
 
 
@@ -76,14 +78,14 @@ def add_optimizers(
     for whole in builder.ranks if over_tp else ():
         whole.unsharded.update(filter(is_expert, chain(*names)))
     known: dict[int, set[str]] = defaultdict(set)
-    for part, shapes in sorted(pairs, key=lambda pair: pair[0].place):
+    for part, shapes in sorted(pairs, key=lambda pair: pair[0].share):
         rank = replace(builder.ranks[part.mp], shapes={}, flats=(), groups=())
         new = {name: shape for name, shape in shapes.items() if name not in known[part.mp]}
         add_optimizer(builder, rank, part, new, shapes)
         for mp in sharing[part.mp]:
             known[mp].update(name for name in shapes if mp == part.mp or is_expert(name))
             named = over_tp or len(holders[mp]) > 1
-            _join_rank(builder.ranks[mp], rank, holders[mp][part.place] if named else None)
+            _join_rank(builder.ranks[mp], rank, holders[mp][part.share] if named else None)
     return True
 
 
@@ -104,11 +106,11 @@ def _join_rank(whole: SavedRank, part: SavedRank, holders: range | None) -> None
     same_lane = whole.tp == part.tp
     whole.shapes.update({name: shape for name, shape in part.shapes.items() if same_lane or is_expert(name)})
     flats, at = list(whole.flats), 0
-    places = {flat.names: place for place, flat in enumerate(flats)}
+    indices = {flat.names: index for index, flat in enumerate(flats)}
     for flat in part.flats:  # experts keep their places between dense parameters
         spread = any(map(is_expert, flat.names))
-        if flat.names in places:
-            at = max(at, places[flat.names] + len(flats) - len(places) + 1)
+        if flat.names in indices:
+            at = max(at, indices[flat.names] + len(flats) - len(indices) + 1)
         elif same_lane or spread:
             flats.insert(at, replace(flat, ranks=holders if spread else None))
             at += 1
@@ -140,8 +142,8 @@ def _name_part(
     known = {strip_compiled(name) for group in live or () for name, _ in group}
     tensors = {name: (header, piece) for name, piece in read_module(save, header, known).items()}
     sharing = experts.list_sharing(save, mp)
-    for (_, _, place), expert in experts.files.items():
-        if place in sharing:
+    for (_, _, holder), expert in experts.files.items():
+        if holder in sharing:
             tensors |= {name: (expert, piece) for name, piece in (expert.layer or {}).items()}
     shapes = {name: piece.shape for name, (_, piece) in tensors.items()}
     fused = _find_fused(save.model(mp).facts.get("placements", {}), ep, shapes)
@@ -180,7 +182,7 @@ def _pick_live(
     return picked if len(picked) == saved else [group for group in picked if group]
 
 
-def _deal(experts: ExpertFiles, save: Save, live: GroupNames, ep: int, order: ModuleOrder | None) -> list[GroupNames]:
+def _assign(experts: ExpertFiles, save: Save, live: GroupNames, ep: int, order: ModuleOrder | None) -> list[GroupNames]:
     """Divide live groups of ``ep`` ranks among the saved expert-parallel ranks.
 
     Raises:
@@ -197,18 +199,18 @@ def _deal(experts: ExpertFiles, save: Save, live: GroupNames, ep: int, order: Mo
                 "goes by their order.",
                 path=save.path(file),
             )
-    dealt: list[list[list[tuple[str, bool]]]] = [[] for _ in range(_count_ranks(experts, save))]
+    assigned: list[list[list[tuple[str, bool]]]] = [[] for _ in range(_count_ranks(experts, save))]
     for group in live:
         owned = dict(group)
         try:
             kept = order is None or order.is_kept(group)
-            parts = deal_experts(list(owned), len(dealt), ep, ordered=kept)
+            parts = assign_experts(list(owned), len(assigned), ep, ordered=kept)
         except ValueError as error:
             raise MismatchError(
                 f"{error}. Stage 0 saves no parameter names: give the optimizer "
                 "the experts in the module's order, or load with load_optimizer_states=False.",
                 path=save.path(files[0]),
             ) from error
-        for rank_groups, names in zip(dealt, parts, strict=True):
+        for rank_groups, names in zip(assigned, parts, strict=True):
             rank_groups.append([(name, owned[name]) for name in names])
-    return [*dealt]
+    return [*assigned]

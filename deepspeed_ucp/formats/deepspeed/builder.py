@@ -329,7 +329,7 @@ class Builder:
         rank: SavedRank,
         name: str,
         shape: Shape,
-        place: int,
+        index: int,
         states: Mapping[str, PartitionedState | Fragments],
         header: FileHeader,
     ) -> None:
@@ -348,7 +348,7 @@ class Builder:
                 dtype, known_dtype = states[state].dtype, other.states[state].dtype
                 if dtype != known_dtype or (tp_shard == other.tp_shard and shape != other.shape):
                     self.refuse_mismatch(header, param, state, (dtype, shape), (known_dtype, other.shape))
-        known.append(ParamStorage(tp_shard, shape, place, states))
+        known.append(ParamStorage(tp_shard, shape, index, states))
 
     def refuse_mismatch(
         self, header: FileHeader, param: ParamKey, state: str, actual: tuple[str, Shape], known: tuple[str, Shape]
@@ -393,22 +393,22 @@ class Builder:
             numel: elements of an element-wise state.
         """
         scalars = {n: value for n, value in states.single.items() if numel != 1 or n == "step"} | states.scalars
-        odd, elementwise = dict(states.other), {}
+        irregular, elementwise = dict(states.other), {}
         for state, piece in states.states.items():
             if state in scalars:
                 self.scalar_dtypes.setdefault(state, piece.dtype)
             elif state in _COMPRESSION_ERRORS:
-                odd[state] = "a compression error of rank 0; those of other ranks are not saved"
+                irregular[state] = "a compression error of rank 0; those of other ranks are not saved"
             elif piece.fault or piece.numel != numel:
                 expected = f"shape {piece.shape} where the parameter's part has {numel} elements"
-                odd[state] = piece.fault or expected
+                irregular[state] = piece.fault or expected
             else:
                 elementwise[state] = piece
         for scalar, piece in states.zero_dim.items():
             if scalar in states.scalars:
                 self.scalar_dtypes.setdefault(scalar, piece.dtype)
         for param in params:
-            for state, description in odd.items():
+            for state, description in irregular.items():
                 self.irregular.setdefault(param.atom(state), description)
             self.add_scalars(param, scalars, header)
         return elementwise

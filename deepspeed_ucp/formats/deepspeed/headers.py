@@ -519,12 +519,12 @@ def batch_files(headers: Iterable[FileHeader]) -> Batches:
             groups.setdefault(parts.template, []).append((header, parts.numbers))
         else:
             groups.setdefault(HeaderTemplate(header), []).append((header, _number_pieces(header)))
-    places: Batches = {}
+    batches: Batches = {}
     for template, files in groups.items():
         table = np.frombuffer(b"".join(numbers for _, numbers in files), PIECE)
         batch = FileBatch(template, [header for header, _ in files], table.reshape(len(files), len(template.firsts)))
-        places.update({header.name: (batch, file) for file, (header, _) in enumerate(files)})
-    return places
+        batches.update({header.name: (batch, file) for file, (header, _) in enumerate(files)})
+    return batches
 
 
 def select_files(batches: Batches, headers: Iterable[FileHeader]) -> list[FileBatch]:

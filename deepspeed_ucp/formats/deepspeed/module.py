@@ -118,10 +118,10 @@ def rename_keys(save: Save, keys: Mapping[str, str]) -> None:
         return {(key if key in clash else named[key]).removeprefix(prefix): piece for key, piece in prefixed.items()}
 
     for models in save.models if keys else ():
-        for place, header in enumerate(models):
+        for index, header in enumerate(models):
             model = header.require_model()
             if model.module:
-                models[place] = replace(header, model=replace(model, module=rename(model.module)))
+                models[index] = replace(header, model=replace(model, module=rename(model.module)))
     for layers in save.layers if keys else ():
         for layer, header in layers.items():
             if header.layer is not None:

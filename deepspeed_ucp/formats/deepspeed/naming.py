@@ -99,7 +99,7 @@ class NamedOptimizer:
         groups: names of the parameters of each saved group, in saved order.
         shapes: their local shapes.
         tensors: the model's tensors with their files.
-        place: index among the ranks whose files hold different parameters of the model-parallel rank.
+        share: index among the ranks whose files hold different parameters of the model-parallel rank.
         fused: parameter → the whole model's parameters in it, with shapes, if it has several.
     """
 
@@ -109,7 +109,7 @@ class NamedOptimizer:
     shapes: Mapping[str, Shape]
     tensors: Mapping[str, tuple[FileHeader, Piece]]
     mp: int = 0
-    place: int = 0
+    share: int = 0
     fused: Mapping[str, Mapping[str, Shape]] = field(default_factory=dict)
 
     def list_parts(self, name: str) -> Mapping[str, Shape]:
@@ -159,8 +159,10 @@ def fit_groups(
         if fits(optim.names, optim, shapes):
             return list(optim.names)
         if live is None:
-            odd = [name for name in chain.from_iterable(optim.names) if name not in shapes]
-            text = f"its param groups name other parameters than the model states: {shorten(odd) or 'other numbers'}."
+            unknown = [name for name in chain.from_iterable(optim.names) if name not in shapes]
+            text = (
+                f"its param groups name other parameters than the model states: {shorten(unknown) or 'other numbers'}."
+            )
             raise MismatchError(f"{text} Describe the groups with --groups.", path=path)
     for only_owned in (False, True):  # only some releases save frozen parameters in the groups
         named = pick_names(live or (), only_owned)
@@ -226,10 +228,10 @@ def _check_state_shapes(part: NamedOptimizer, path: str) -> None:
         pairs = [(n, h.states[state].shape) for n, h in zip(names, optim.tensors, strict=True) if state in h.states]
         expected = [part.shapes[name] for name, _ in pairs]
         actual = [shape for _, shape in pairs]
-        odd = [(name, shape) for name, shape in pairs if shape != part.shapes[name]]
-        alike = [pair for pair in odd if count(pair[1]) == count(part.shapes[pair[0]]) > 1 and pair[1] in known]
-        if odd and (alike or sorted(actual) == sorted(expected)):
-            name, shape = (alike or odd)[0]
+        differing = [(name, shape) for name, shape in pairs if shape != part.shapes[name]]
+        alike = [pair for pair in differing if count(pair[1]) == count(part.shapes[pair[0]]) > 1 and pair[1] in known]
+        if differing and (alike or sorted(actual) == sorted(expected)):
+            name, shape = (alike or differing)[0]
             raise MismatchError(
                 f"{name} has shape {part.shapes[name]}, the {state} saved at its place has {shape}. Stage 0 "
                 "saves no parameter names: the optimizer's parameters have another order here than in the saved run. "
@@ -280,10 +282,10 @@ def number_names(names: Iterable[str], unit: Callable[[str], int] = lambda _: 0)
     Args:
         unit: returns the number of a name's unit; default: all are in unit 0.
     """
-    places: dict[str, Position] = {}
-    for place, name in enumerate(names):
-        places.setdefault(name, (unit(name), place))
-    return places
+    positions: dict[str, Position] = {}
+    for index, name in enumerate(names):
+        positions.setdefault(name, (unit(name), index))
+    return positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,8 +373,8 @@ class ModuleOrder:
             alike[str(fixed), str(sizes)] += _sort(names, self.now)[:1]
         return list(alike.values())
 
-    def _differ(self, names: list[str], places: Positions) -> bool:
-        return _sort(names, places) != _sort(names, self.before)
+    def _differ(self, names: list[str], positions: Positions) -> bool:
+        return _sort(names, positions) != _sort(names, self.before)
 
     def _move(self, group: Sequence[tuple[str, bool]], names: list[str]) -> list[tuple[str, bool]]:
         """Return a group with the parameters ``names`` in the saved order."""
@@ -381,8 +383,8 @@ class ModuleOrder:
         return [items[moved.get(name, name)] for name in items]
 
 
-def _sort(names: Iterable[str], places: Positions) -> list[str]:
-    return sorted(names, key=lambda name: places.get(name, _LAST))
+def _sort(names: Iterable[str], positions: Positions) -> list[str]:
+    return sorted(names, key=lambda name: positions.get(name, _LAST))
 
 
 def compare_modules(

@@ -129,15 +129,15 @@ class _Search:
     def run(self) -> Iterator[list[_Stage]]:
         if len(self.tied) > _MAX_TIED or any(name not in self.shapes for group in self.named for name in group):
             return
-        yield from self._place(0, 0)
+        yield from self._divide(0, 0)
 
-    def _place(self, stage: int, first: int) -> Iterator[list[_Stage]]:
+    def _divide(self, stage: int, first: int) -> Iterator[list[_Stage]]:
         if stage == self.save.pp:
             if first == len(self.layers):
                 yield []
             return
         for candidate in self._fill(stage, first):
-            for rest in self._place(stage + 1, first + len(candidate.layers)):
+            for rest in self._divide(stage + 1, first + len(candidate.layers)):
                 placed = [candidate, *rest]
                 if stage or set(self.tied) <= {key for other in placed for key in other.tied}:
                     yield placed
@@ -224,10 +224,10 @@ def fit_stage(
     order = {f"{TIED}{key}": position for position, key in enumerate(stage.tied)}
     order.update({str(layer): len(order) + position for position, layer in enumerate(stage.layers)})
 
-    def place(name: str) -> int | None:
+    def find_position(name: str) -> int | None:
         return order.get(f"{TIED}{find_owner(name)}" if name.startswith(TIED) else find_owner(name))
 
-    placed = [[(at, name) for name in group if (at := place(name)) is not None] for group in named]
+    placed = [[(at, name) for name in group if (at := find_position(name)) is not None] for group in named]
     groups = [tuple(name for _, name in sorted(group, key=lambda pair: pair[0])) for group in placed]
     candidates = (groups, [group for group in groups if group])
     return next((candidate for candidate in candidates if fits(candidate, optim, shapes)), None)

@@ -150,13 +150,13 @@ def share_steps(optim: OptimHeader) -> list[TensorStates]:
     for number, group in enumerate(() if optim.traits.has_copies else optim.groups):
         if not ("bias_correction" in group and group.get("step") == 0):
             continue
-        members = [place for place, owner in enumerate(optim.owners) if owner == number and tensors[place].states]
-        steps = [tensors[place].scalars.get("step") for place in members]
-        dtypes = {piece.dtype for place in members for piece in tensors[place].states.values()}
+        members = [index for index, owner in enumerate(optim.owners) if owner == number and tensors[index].states]
+        steps = [tensors[index].scalars.get("step") for index in members]
+        dtypes = {piece.dtype for index in members for piece in tensors[index].states.values()}
         if any(step != 0 for step in steps[:-1]) or len(dtypes) > 1:
             continue  # some parameters had no gradients at times, or there are several dtypes: separate counts
-        for place in members:
-            tensors[place] = replace(tensors[place], scalars={**tensors[place].scalars, "step": steps[-1]})
+        for index in members:
+            tensors[index] = replace(tensors[index], scalars={**tensors[index].scalars, "step": steps[-1]})
     return tensors
 
 

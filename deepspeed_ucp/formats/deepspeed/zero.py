@@ -31,17 +31,17 @@ def build_zero(builder: Builder) -> None:
     """
     save = builder.save
     fill_param_shapes(save)
-    dealt = [
-        [deal_group(save, mp, number, group) for number, group in enumerate(save.model(mp).param_shapes or ())]
+    shares = [
+        [assign_group(save, mp, number, group) for number, group in enumerate(save.model(mp).param_shapes or ())]
         for mp in range(len(save.models))
     ]
-    names = [[name for share in chain(*groups) for name in share.shapes] for groups in dealt]
+    names = [[name for share in chain(*groups) for name in share.shapes] for groups in shares]
     builder.ranks, builder.instances = create_ranks(save, names)
     builder.batches = batch_files(chain(*save.shards))
     optimized = set(chain(*names))
     for mp, rank in enumerate(builder.ranks):
-        _check_buffers(save, mp, len(dealt[mp]))
-        _add_rank(builder, rank, dealt[mp], save.shards[mp][0].require_optim())
+        _check_buffers(save, mp, len(shares[mp]))
+        _add_rank(builder, rank, shares[mp], save.shards[mp][0].require_optim())
         if save.is_sharded:
             add_frozen_zero3(builder, rank, save.models[mp], optimized)
     add_tensors(builder)
@@ -71,15 +71,15 @@ class GroupShare:
         return {strip_compiled(name): shape for shapes in self.parts.values() for name, shape in shapes.items()}
 
 
-def deal_group(save: Save, mp: int, number: int, group: Sequence[tuple[str, Shape]]) -> list[GroupShare]:
+def assign_group(save: Save, mp: int, number: int, group: Sequence[tuple[str, Shape]]) -> list[GroupShare]:
     """Determine the ranks that hold each parameter of a group (default: all ranks)."""
     for extension in save.extensions:
-        if shares := extension.deal_group(save, mp, number, group):
+        if shares := extension.assign_group(save, mp, number, group):
             return shares
     return [GroupShare(save.list_ranks(mp), dict(group), {name: {name: shape} for name, shape in group})]
 
 
-def _add_rank(builder: Builder, rank: SavedRank, dealt: Sequence[Sequence[GroupShare]], first: OptimHeader) -> None:
+def _add_rank(builder: Builder, rank: SavedRank, shares: Sequence[Sequence[GroupShare]], first: OptimHeader) -> None:
     """Add a model-parallel rank's flat buffers: one per param group or sub-group.
 
     Parameters that tensor-parallel ranks do not cut are the same on all of these, and are added for the first.
@@ -89,13 +89,13 @@ def _add_rank(builder: Builder, rank: SavedRank, dealt: Sequence[Sequence[GroupS
     members: dict[int, list[ParamKey]] = defaultdict(list)
     hypers = list(map(drop_labels, first.groups)) if save.is_sharded else []
     holders: dict[tuple[range, ...], _Files] = {}
-    for index, shares in enumerate(dealt):
+    for index, group_shares in enumerate(shares):
         owner = first.owners[index] if index < len(first.owners) else None
         if not save.is_sharded:  # ZeRO rebuilds Adagrad with one group
             hypers.append({} if owner is None else drop_labels(first.groups[owner]))
         if save.is_sharded:
-            _check_partitions(save, rank.pp, index, shares)
-        for sizes, grouped in groupby(shares, partial(_measure, save, rank.pp, index)):
+            _check_partitions(save, rank.pp, index, group_shares)
+        for sizes, grouped in groupby(group_shares, partial(_measure, save, rank.pp, index)):
             alike = list(grouped)
             ranks = tuple(share.ranks for share in alike)
             if ranks not in holders:
@@ -110,7 +110,7 @@ def _add_rank(builder: Builder, rank: SavedRank, dealt: Sequence[Sequence[GroupS
                 members[buffer.group] += map(rank.param, share.shapes)
                 flats.append(replace(buffer, ranks=share.ranks if share.named else None))
             if not (alike[0].unsharded and rank.tp):
-                wholes = [replace(each, names=(*share.shapes,)) for share, each in zip(alike, buffers, strict=True)]
+                wholes = [replace(buffer, names=(*share.shapes,)) for share, buffer in zip(alike, buffers, strict=True)]
                 _BufferAdder(builder, rank, *files, slices, index, wholes).add()
     rank.flats = tuple(flats)
     rank.groups = tuple(GroupInfo(tuple(members[group]), hyper) for group, hyper in enumerate(hypers))
@@ -200,17 +200,17 @@ class _BufferAdder:
             for batch in files.split() if apart else (files,):
                 self._add_batch(batch)
         for number, buffer in enumerate(self.buffers):
-            own = slice(number * layout.parts, (number + 1) * layout.parts)
+            partitions = slice(number * layout.parts, (number + 1) * layout.parts)
             if not layout.by_parameter:
-                self._add_empty(buffer, shards[own.start])
+                self._add_empty(buffer, shards[partitions.start])
             states = {
-                state: PartitionedState(buffer, dtype, records[own], begins[own])
+                state: PartitionedState(buffer, dtype, records[partitions], begins[partitions])
                 for state, (dtype, records, begins) in self.columns.items()
-                if max(records[own]) >= 0
+                if max(records[partitions]) >= 0
             }
-            for place, (name, shape) in enumerate(zip(buffer.names, buffer.shapes, strict=True)):
+            for index, (name, shape) in enumerate(zip(buffer.names, buffer.shapes, strict=True)):
                 if states and count(shape):
-                    builder.add_storage(self.rank, name, shape, place, states, shards[own.start])
+                    builder.add_storage(self.rank, name, shape, index, states, shards[partitions.start])
 
     def _add_empty(self, buffer: FlatBuffer, shard: FileHeader) -> None:
         """Add parameters without elements, which older releases keep in the groups."""
@@ -288,11 +288,11 @@ class _BufferAdder:
             for slices in (recorded, expected)
         )
         if actual != wanted:
-            odd = sorted(set(actual) ^ set(wanted))[0]
+            name, start, numel = sorted(set(actual) ^ set(wanted))[0]
             raise CheckpointError(
-                f"holds other parts of group {self.index} than expected for this rank (first difference: {odd[0]}, "
-                f"elements [{odd[1]}, {odd[1] + odd[2]}) of its partition). The file belongs to another rank, run or "
-                "world size; put the right one back.",
+                f"holds other parts of group {self.index} than expected for this rank (first difference: {name}, "
+                f"elements [{start}, {start + numel}) of its partition). The file belongs to another rank, run "
+                "or world size; put the right one back.",
                 path=self.builder.save.path(shard),
             )
 
@@ -346,8 +346,8 @@ class _BufferAdder:
 
         The rank's own elements form the atom; those beyond its partition repeat elements of other ranks.
         """
-        number, own = divmod(part, self.buffers[0].parts)
-        states, touched = dict(tensor_states.states), self.buffers[number].join_touched(own)
+        number, partition = divmod(part, self.buffers[0].parts)
+        states, touched = dict(tensor_states.states), self.buffers[number].join_touched(partition)
         piece = states.pop(MOMENTUM, None)
         if piece is None or piece.fault:
             return tensor_states
@@ -356,12 +356,12 @@ class _BufferAdder:
             return replace(tensor_states, states=states, other={**tensor_states.other, MOMENTUM: fault})
         inside, beyond = [], []
         cuts = {cut.name: cut for cut in self._list_cuts(part)}
-        for name, place, numel in zip(touched.names, touched.offsets, touched.numels, strict=True):
+        for name, offset, numel in zip(touched.names, touched.offsets, touched.numels, strict=True):
             cut = cuts.get(name, Cut(name, 0, 0, 0))  # in one tensor with parameters of this partition
             if cut.numel:
-                inside.append(replace(cut, offset=place + cut.start))
+                inside.append(replace(cut, offset=offset + cut.start))
             rest = find_gaps([(cut.start, cut.start + cut.numel)], numel)
-            beyond += [Cut(name, low, high - low, place + low) for low, high in rest]
+            beyond += [Cut(name, low, high - low, offset + low) for low, high in rest]
         self.builder.add_cuts(self.rank, MOMENTUM, inside, shard, piece)
         self.builder.add_repeated(self.rank, MOMENTUM, beyond, shard, piece)
         return replace(tensor_states, states=states)

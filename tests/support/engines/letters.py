@@ -15,7 +15,7 @@ from deepspeed import pipe
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
-from deepspeed_ucp.engine.parallel import find_place
+from deepspeed_ucp.engine.parallel import find_parallel_state
 from tests.support.engines.kinds import allow_fp16_on_cpu
 
 if TYPE_CHECKING:
@@ -62,9 +62,9 @@ def make_layer(letter: str) -> Any:
 
 def _batches(engine: Any) -> Iterator[tuple[Any, Any]]:
     """A data set of which every data-parallel rank reads its share of one global batch."""
-    place, size = find_place(engine), engine.train_batch_size()
+    parallel, size = find_parallel_state(engine), engine.train_batch_size()
     generator = torch.Generator().manual_seed(1000 + engine.global_steps)
-    share = torch.randn(size, WIDTH, generator=generator).chunk(place.dp)[place.dp_rank]
+    share = torch.randn(size, WIDTH, generator=generator).chunk(parallel.dp)[parallel.dp_rank]
     for micro in share.split(engine.train_micro_batch_size_per_gpu()):
         yield micro.to(engine.get_data_types()[0]), micro.flip(1)
 

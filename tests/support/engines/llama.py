@@ -9,7 +9,7 @@ import deepspeed
 import torch
 from packaging.version import Version
 
-from deepspeed_ucp.engine.parallel import find_place
+from deepspeed_ucp.engine.parallel import find_parallel_state
 from tests.support.engines.letters import group
 
 if TYPE_CHECKING:
@@ -50,10 +50,10 @@ def make(launch: Launch, seed: int) -> Any:
 
 
 def step(engine: Any) -> float:
-    place = find_place(engine)
+    parallel = find_parallel_state(engine)
     generator = torch.Generator().manual_seed(1000 + engine.global_steps)
     tokens = torch.randint(0, VOCABULARY, (engine.train_batch_size(), 8), generator=generator)
-    share = tokens.chunk(place.dp)[place.dp_rank].to(engine.device)
+    share = tokens.chunk(parallel.dp)[parallel.dp_rank].to(engine.device)
     loss = engine(input_ids=share, labels=share, use_cache=False).loss
     engine.backward(loss)
     engine.step()

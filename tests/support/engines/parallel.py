@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from deepspeed_ucp.engine.engines import open_target
-from deepspeed_ucp.engine.parallel import find_place
+from deepspeed_ucp.engine.parallel import find_parallel_state
 from deepspeed_ucp.testing.capture import CapturedEngine, CapturedParameter, capture
 from deepspeed_ucp.testing.compare import compare
 from tests.support.engines import gpt as engine_gpt
@@ -22,7 +22,7 @@ from tests.support.engines.ranks import Local
 def capture_rank(engine: Any) -> Any:
     """Capture an engine, its place, and the index of its stage among those that hold a parameter."""
     found: Any = capture(engine)
-    found.place, found.instances = find_place(engine), open_target(engine).instances()
+    found.parallel, found.instances = find_parallel_state(engine), open_target(engine).instances()
     return found
 
 
@@ -138,7 +138,7 @@ def join(locals_: Sequence[Local], model: str) -> CapturedEngine:
     """
     by_place: dict[tuple[int, int], Local] = {}
     for local in locals_:  # data- and sequence-parallel ranks are replicas
-        twin = by_place.setdefault((local.state.place.pp_rank, local.state.place.tp_rank), local)
+        twin = by_place.setdefault((local.state.parallel.pp_rank, local.state.parallel.tp_rank), local)
         differences = compare(twin.state, local.state)[1]
         assert not differences, differences
     parameters: dict[str, CapturedParameter] = {}
