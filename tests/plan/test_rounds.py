@@ -1,4 +1,7 @@
-"""Owners of blocks, their claims and rounds; the reads of each rank: listed cases, and random ones byte by byte."""
+"""Owners of blocks, their decisions about claims, rounds, and the order of reads.
+
+The loads in `tests/load` check for all topologies that every byte is read once and reaches its destination.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ucp.model.access import READ_ALL, PartialAccess
-from deepspeed_ucp.model.records import Records
-from deepspeed_ucp.plan.rounds import SELF_READ, Answers, Blocks, LoadPlan, make_owner_plan
-from deepspeed_ucp.tensor_parallel.layout import Run
-from tests.plan.planning import (
-    BLOCK,
-    ITEM,
-    Demand,
-    Piece,
-    Planned,
-    check_plan,
-    demands,
-    divide,
-    execute,
-    plan_pieces,
+from deepspeed_ucp.model.records import Read, Records
+from deepspeed_ucp.plan.rounds import (
+    SELF_READ,
+    Answers,
+    Blocks,
+    LoadPlan,
+    make_owner_plan,
+    order_reads,
+    split_claims_by_owner,
 )
 from tests.support.reshard import examples
 
@@ -106,59 +104,6 @@ def test_rounds_have_the_blocks_of_a_window_and_at_least_one() -> None:
 # -- blocks and their owners ------------------------------------------------------------------------------------------
 
 
-@examples(150)
-@given(
-    nbytes=st.lists(st.integers(0, 60), min_size=1, max_size=6),
-    block=st.sampled_from((4, 8, 16)),
-    size=st.integers(1, 7),
-)
-def test_every_block_has_one_owner(nbytes: list[int], block: int, size: int) -> None:
-    blocks = Blocks.of(Records.of([(0, 0, count, 0) for count in nbytes]), block, size)
-    touched = np.arange(len(nbytes))
-    held = [(record, number, rank) for rank in range(size) for record, number in blocks.owned(rank, touched)]
-    every = [(record, low // block) for record, count in enumerate(nbytes) for low in range(0, count, block)]
-    assert sorted((record, number) for record, number, _ in held) == every
-    records, numbers, ranks = (np.array([each[k] for each in held], np.int64) for k in range(3))
-    assert all((blocks.owners(records, numbers * block + at) == ranks).all() for at in (0, block - 1))
-    shares = [int((ranks == rank).sum()) for rank in range(size)]
-    assert max(shares) - min(shares) <= 1
-
-
-# -- plans of all ranks -----------------------------------------------------------------------------------------------
-
-
-def test_ranks_begin_to_read_at_different_offsets() -> None:
-    """They read in the order of the files, here the reverse of the records'."""
-    records = Records.of([(5 - i, 0, 16, 0) for i in range(6)])
-    plans = plan_pieces([[Piece(i, 0, Run(rank, 0, 1)) for i in range(6)] for rank in range(4)], records).plans
-    assert [[records.files[read.record] for read in plan.own_reads] for plan in plans] == [
-        [0, 1, 2, 3, 4, 5],
-        [3, 4, 5, 0, 1, 2],
-        [1, 2, 3, 4, 5, 0],
-        [5, 0, 1, 2, 3, 4],
-    ]
-
-
-# -- exchange ---------------------------------------------------------------------------------------------------------
-
-
-def test_owners_send_in_the_same_round_and_ranks_receive_in_steps() -> None:
-    """Eight blocks of 16 bytes for four machines, in rounds of 32 bytes: 48 are sent and received in each."""
-    pieces, records = [[Piece(0, 0, Run(0, 0, 32))]] * 4, Records.of([(0, 0, 128, 0)])
-    plans = plan_pieces(pieces, records, block=16, window=32).plans
-    assert [[[read.offset for read in each.reads] for each in plan.rounds] for plan in plans] == [
-        [[0], [64]],
-        [[80], [16]],
-        [[32], [96]],
-        [[112], [48]],
-    ]
-    assert {each.exchanges for plan in plans for each in plan.rounds} == {2}
-    assert sum(read.nbytes for plan in plans for read in plan.reads) == 128
-
-
-# -- random claims ----------------------------------------------------------------------------------------------------
-
-
 @st.composite
 def accesses(draw: st.DrawFn, ranks: int, files: int) -> PartialAccess:
     """Draw hosts in any order of ranks, and one or more hosts for each file."""
@@ -169,77 +114,31 @@ def accesses(draw: st.DrawFn, ranks: int, files: int) -> PartialAccess:
     return PartialAccess.of(views, [draw(holders) for _ in range(files)])
 
 
-@examples(250)
-@given(
-    data=st.data(),
-    demand=demands(),
-    window=st.sampled_from((32, 64, 100, 1 << 20)),
-    min_direct=st.sampled_from((1, 8, 16, 1 << 20)),
-    first=st.sets(st.integers(0, 60)),
-)
-def test_random_claims_are_filled_with_each_byte_read_once(
-    data: st.DataObject, demand: Demand, window: int, min_direct: int, first: set[int]
-) -> None:
-    """A rank that can access a byte reads it. An owner reads only its blocks for peers."""
-    records, pieces, _ = demand
-    access = data.draw(st.just(READ_ALL) | accesses(len(pieces), 3))
-    planned = plan_pieces(pieces, records, block=BLOCK, window=window, min_direct=min_direct, access=access)
-    check_passes(planned, first, *check_plan(planned, demand, window))
-    for rank, plan in enumerate(planned.plans):
-        assert access.can_read(rank, [records.files[read.record] for read in plan.reads]).all()
-        owned = set(planned.blocks.owned(rank, np.arange(len(records))))
-        passed = [read for each in plan.rounds for read in each.reads]
-        passed += [read for read in plan.own_reads if not read.items]
-        assert {(read.record, read.offset // BLOCK) for read in passed} <= owned
-
-
-def check_passes(planned: Planned, first: set[int], data: Sequence[np.ndarray], whole: Sequence[np.ndarray]) -> None:
-    """Check that two passes fill the same memory as one, and that the second reads ranges of the first again."""
-    most = 1 + max((each.destination for mine in planned.claims for claim in mine for each in claim.items), default=0)
-    one, two = divide(planned, first.__contains__, most)
-    buffers, others = ([np.zeros_like(each) for each in whole] for _ in range(2))
-    assert (execute(one, data, ITEM, buffers, first.__contains__) == execute(planned, data, ITEM, others)).all()
-    again = execute(two, data, ITEM, buffers, lambda buffer: buffer not in first)
-    assert (again <= 1).all()
-    assert all((mine == all_).all() for mine, all_ in zip(buffers, whole, strict=True))
-    for plan, before in zip(two.plans, planned.plans, strict=True):
-        assert {read[:3] for read in plan.reads} <= {read[:3] for read in before.reads}
-        assert all(any(each.destination not in first for each in read.items) for read in plan.own_reads)
-
-
-# -- files that only some ranks can read -------------------------------------------------------------------------------
-
-
-@examples(100)
-@given(demand=demands(), window=st.sampled_from((32, 100, 1 << 20)))
-def test_partial_access_of_all_ranks_to_all_files_gives_the_usual_plan(demand: Demand, window: int) -> None:
-    records, pieces, _ = demand
-    plain = plan_pieces(pieces, records, block=BLOCK, window=window)
-    access = PartialAccess.of(range(len(pieces)), [set(range(len(pieces)))] * 3)
-    assert plan_pieces(pieces, records, block=BLOCK, window=window, access=access).plans == plain.plans
-
-
-@examples(100)
-@given(data=st.data(), ranks=st.integers(1, 6), counts=st.lists(st.integers(0, 9), min_size=1, max_size=8))
-def test_readers_of_a_file_own_equal_numbers_of_its_blocks(data: st.DataObject, ranks: int, counts: list[int]) -> None:
+@examples(200)
+@given(data=st.data(), ranks=st.integers(1, 7), sizes=st.lists(st.integers(0, 60), min_size=1, max_size=8))
+def test_readers_of_a_file_own_equal_numbers_of_its_blocks(data: st.DataObject, ranks: int, sizes: list[int]) -> None:
     """The numbers are equal over all files of the same ranks, too, so nodes with copies read equal parts."""
-    records = Records.of([(file, 64, count * 16, 0) for file, count in enumerate(counts)])
+    records, block = Records.of([(file, 64, size, 0) for file, size in enumerate(sizes)]), data.draw(BLOCKS)
     access = data.draw(accesses(ranks, len(records)))
-    blocks, touched = Blocks.of(records, 16, ranks, access), np.arange(len(records))
-    owned = [list(blocks.owned(rank, touched)) for rank in range(ranks)]
-    assert sorted(each for held in owned for each in held) == [
-        (record, number) for record, count in enumerate(counts) for number in range(count)
-    ]
-    for rank, held in enumerate(owned):
-        assert held == sorted(held)
-        pairs = np.array(held, np.int64).reshape(-1, 2)
-        assert (blocks.owners(pairs[:, 0], pairs[:, 1] * 16) == rank).all()
-    for group in range(len(access.seen)):
-        of_group = [sum(access.groups[record] == group for record, _ in held) for held in owned]
-        file = access.groups.tolist().index(group)
-        shares = [of_group[rank] for rank in access.list_readers(file, ranks)]
-        assert sum(shares) == sum(of_group)
-        assert max(shares) - min(shares) <= 1
+    everyone = PartialAccess.of([0] * ranks, [{0}] * len(records))
+    for each, partial in ((access, access), (READ_ALL, everyone)):
+        blocks, touched = Blocks.of(records, block, ranks, each), np.arange(len(records))
+        owned = [list(blocks.owned(rank, touched)) for rank in range(ranks)]
+        every = [(record, low // block) for record, size in enumerate(sizes) for low in range(0, size, block)]
+        assert sorted(chain(*owned)) == every
+        for rank, held in enumerate(owned):
+            assert held == sorted(held)
+            pairs = np.array(held, np.int64).reshape(-1, 2)
+            for at in (0, block - 1):
+                assert (blocks.owners(pairs[:, 0], pairs[:, 1] * block + at) == rank).all()
+        for group in range(len(partial.seen)):
+            of_group = [sum(partial.groups[record] == group for record, _ in held) for held in owned]
+            shares = [of_group[rank] for rank in partial.list_readers(partial.groups.tolist().index(group), ranks)]
+            assert sum(shares) == sum(of_group)
+            assert max(shares) - min(shares) <= 1
+
+
+BLOCKS = st.sampled_from((4, 8, 16))
 
 
 def test_ranks_that_can_read_a_file_own_its_blocks_in_turn() -> None:
@@ -262,9 +161,22 @@ def test_access_of_ten_thousand_hosts_to_local_files_needs_a_few_megabytes() -> 
 
 def test_ranks_with_access_to_all_wanted_files_exchange_no_bytes() -> None:
     """Two ranks resume the files of four ranks on the same two hosts."""
-    records = Records.of([(file, 64, 16, 0) for file in range(4)])
-    pieces = [[Piece(file, 0, Run(0, 4 * (file % 2), 4)) for file in (2 * rank, 2 * rank + 1)] for rank in range(2)]
-    split = PartialAccess.of([0, 1], [{0}, {0}, {1}, {1}])
-    plain, partial = (plan_pieces(pieces, records, access=access).plans for access in (READ_ALL, split))
-    assert [set(plan.reads) for plan in partial] == [set(plan.reads) for plan in plain]
-    assert all(plan.rounds == [] for plan in partial)
+    access = PartialAccess.of([0, 1], [{0}, {0}, {1}, {1}])
+    blocks = Blocks.of(Records.of([(file, 64, 16, 0) for file in range(4)]), 1 << 20, 2, access)
+    for rank in range(2):
+        tables, _ = split_claims_by_owner([Read.of(record, 0, 16) for record in (2 * rank, 2 * rank + 1)], blocks)
+        assert [len(table) for table in tables] == [2 - 2 * rank, 2 * rank]
+
+
+# -- the order of reads -----------------------------------------------------------------------------------------------
+
+
+def test_ranks_begin_to_read_at_different_offsets() -> None:
+    """They read in the order of the files, here the reverse of the records'."""
+    reads, files = [Read.of(record, 0, 16) for record in range(6)], [5 - record for record in range(6)]
+    assert [[files[read.record] for read in order_reads(reads, files, rank)] for rank in range(4)] == [
+        [0, 1, 2, 3, 4, 5],
+        [3, 4, 5, 0, 1, 2],
+        [1, 2, 3, 4, 5, 0],
+        [5, 0, 1, 2, 3, 4],
+    ]

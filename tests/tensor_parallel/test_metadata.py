@@ -46,7 +46,7 @@ def settle_one(info, shapes, target=None):
 
 def test_metadata_of_megatron_gives_patterns_except_for_fused_attention():
     """No list contains fused attention. The second feed-forward matrix determines the pattern of the first."""
-    source, target = (models.megatron_pipeline(models.GPT3_MEDIUM, tp) for tp in (2, 4))
+    source, target = (models.make(models.PIPELINE, models.GPT3_MEDIUM, tp) for tp in (2, 4))
     rules = from_universal_info(MEGATRON)
     with pytest.raises(MismatchError) as caught:
         settle(list(source), source, target, [rules])
@@ -65,7 +65,7 @@ def test_metadata_of_megatron_gives_patterns_except_for_fused_attention():
 def test_parameters_in_no_list_have_no_pattern():
     """Megatron-DeepSpeed writes no row-parallel patterns at TP 1; DeepSpeed would cut these weights on dimension 0."""
     info = {**MEGATRON, "parameter_with_row_parallelism_patterns": [], "tp_replicated_parameter_patterns": []}
-    source, target = (models.megatron_pipeline(models.GPT3_MEDIUM, tp) for tp in (1, 2))
+    source, target = (models.make(models.PIPELINE, models.GPT3_MEDIUM, tp) for tp in (1, 2))
     with pytest.raises(MismatchError, match=r"\{2-3\}.self_attention.dense.weight: \(1024, 1024\) on 1 rank"):
         settle(list(source), source, target, [from_universal_info(info)])
     settled = settle(list(source), source, target, [from_universal_info(info), *from_config("megatron-gpt")])

@@ -76,7 +76,8 @@ def test_a_rule_can_specify_every_pattern(spec, shapes, pattern):
     [
         (7, "A family, a path, a list of rules"),
         ("missing.yaml", "missing.yaml cannot be read"),
-        ("nothing", "there is no family 'nothing'"),
+        ("megatron", "there is no family 'megatron'. Did you mean 'megatron-gpt'"),
+        ("mine", "there is no family 'mine'. Families: bloom"),
         ({"rule": []}, r"rule: unknown key\. Did you mean 'rules'"),
         ({"polygon": []}, r"polygon: unknown key\. .*family.*rename.*rules"),
         ({"rules": {}}, "rules: Input should be a valid tuple"),
@@ -238,6 +239,8 @@ def test_rules_that_contradict_or_omit_a_parameter_are_refused(rules, source, ta
 def test_rules_without_a_match_are_reported():
     idle = {"match": r"b\.weight", "pattern": "shard-v"}
     assert run(from_config([V, N, idle])).unused == [r"the user's rules: 'b\\.weight' matches no parameter"]
+    other = from_config({"rules": [V, N], "family": "bloom"})
+    assert run(other).unused == ["family bloom: no rule matches any parameter"]
 
 
 def test_parameters_without_a_pattern_are_listed_with_example_rules():
@@ -394,7 +397,7 @@ TO_PIPELINE = [
 
 
 def test_rename_rules_map_pipeline_names_to_plain_names():
-    pipeline, plain = (make(models.GPT3_MEDIUM, 1) for make in (models.megatron_pipeline, models.megatron_plain))
+    pipeline, plain = (models.make(names, models.GPT3_MEDIUM, 1) for names in (models.PIPELINE, models.PLAIN))
     there = rename_names(pipeline, parse_renames(TO_PLAIN))
     assert sorted(there.values()) == sorted(plain)
     assert {name: pipeline[name] for name in pipeline} == {name: plain[new] for name, new in there.items()}
