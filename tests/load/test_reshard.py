@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +15,12 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
+from deepspeed_ucp.engine import engines
+from deepspeed_ucp.engine.engines import open_target
 from deepspeed_ucp.errors import CheckpointError, MismatchError, RemoteError
 from deepspeed_ucp.extensions.custom_load import CustomLoad, assemble_module
 from deepspeed_ucp.load.context import LoadContext, LoadReport
+from deepspeed_ucp.model.wrappers import WRAPPERS, Form, Wrapper
 from tests.support.cases import AWKWARD, KINDS, Case, cases, keep_what_travels, pair_id, resume, topologies
 from tests.support.contents import check_content, check_load, collect, touched_records
 from tests.support.covering import all_turns
@@ -26,11 +28,11 @@ from tests.support.damage import flip
 from tests.support.ranks import World
 from tests.support.reshard import (
     PATIENT,
+    FakeTarget,
     examples,
     load,
     make_targets,
     open_for,
-    prepare_all,
     take_a_step,
     temporary_folder,
 )
@@ -47,14 +49,9 @@ def test_any_topology_loads_into_any_other(case: Case, target: Topology, chunk: 
         resume(case, target, folder, chunk=chunk, in_place=in_place)
 
 
-@pytest.mark.parametrize(("source", "target"), all_turns(KINDS, KINDS, 2, pair_id))
-def test_every_kind_of_topology_loads_into_every_other(source: Topology, target: Topology, tmp_path: Path) -> None:
-    state = random_state(AWKWARD, 7, precision=source.precision)
-    resume(Case(AWKWARD, source, state, legacy=False), target, tmp_path)
-
-
 TABLE = torch.arange(12.0)
-UNUSUAL = {
+MODELS = {
+    "awkward": AWKWARD,
     # A learned temperature: its states have the shape of a scalar, but are states.
     "zero-dimensional": Model((Param("w", (3, 5)), Param("t", ()), Param("u", (), 1), Param("v", (), frozen=True))),
     # A trainable parameter that no optimizer was given is in the module states; ZeRO 3 does not save it.
@@ -64,16 +61,19 @@ UNUSUAL = {
 }
 
 
-def list_unusual(name: str) -> list[Any]:
+def list_pairs(name: str) -> list[Any]:
     kinds = [kind for kind in KINDS if name != "loose" or kind.stage < 3]
-    rows = all_turns(kinds, [kinds[at] for at in (0, 2, 3, -2)], 1, pair_id)
+    targets, count = (kinds, 2) if name == "awkward" else ([kinds[at] for at in (0, 2, 3, -2)], 1)
+    rows = all_turns(kinds, targets, count, pair_id)
     return [pytest.param(name, *row.values, id=f"{name}-{row.id}", marks=row.marks) for row in rows]
 
 
-@pytest.mark.parametrize(("name", "source", "target"), [row for name in UNUSUAL for row in list_unusual(name)])
-def test_unusual_tensors_are_restored(name: str, source: Topology, target: Topology, tmp_path: Path) -> None:
-    state = random_state(UNUSUAL[name], 0, precision=source.precision)
-    resume(Case(UNUSUAL[name], source, state, False), target, tmp_path)
+@pytest.mark.parametrize(("name", "source", "target"), [row for name in MODELS for row in list_pairs(name)])
+def test_every_kind_of_topology_loads_into_every_other(
+    name: str, source: Topology, target: Topology, tmp_path: Path
+) -> None:
+    state = random_state(MODELS[name], 7, precision=source.precision)
+    resume(Case(MODELS[name], source, state, False), target, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -111,18 +111,13 @@ def test_a_flipped_bit_anywhere_in_a_read_record_is_detected(data: st.DataObject
     """The bit may be in padding, or in bytes that only another rank reads."""
     case = replace(case, legacy=False)
     with temporary_folder() as folder:
-        path = case.write(folder)
         targets = make_targets(case.model, target)
-        index = open_for(path, targets[0])
-        number = data.draw(st.sampled_from(sorted(touched_records(prepare_all(index, targets)))))
-        record = index.records[number]
-        position = record.offset + data.draw(st.integers(0, record.nbytes - 1))
-        flip(Path(index.files[index.records.files[number]].path), position, data.draw(st.integers(0, 7)))
-        with pytest.raises(
-            CheckpointError,
-            match=f"{Path(index.files[index.records.files[number]].path).name}: the {record.nbytes} bytes at",
-        ):
-            load(index, targets)
+        index = open_for(case.write(folder), targets[0])
+        number = data.draw(st.sampled_from(sorted(touched_records(load(index, targets)))))
+        record, path = index.records[number], Path(index.files[index.records.files[number]].path)
+        flip(path, record.offset + data.draw(st.integers(0, record.nbytes - 1)), data.draw(st.integers(0, 7)))
+        with pytest.raises(CheckpointError, match=f"{path.name}: the {record.nbytes} bytes at"):
+            load(index, make_targets(case.model, target))
 
 
 # -- options of a load ----------------------------------------------------------------------------------------------
@@ -151,16 +146,14 @@ def test_live_optimizer_states_are_overwritten_in_place(case: Case, target: Topo
         targets = make_targets(case.model, target)
         for rank in targets:
             take_a_step(rank.wrapped)
-        tensors = [id(value) for rank in targets for value in all_states(rank.wrapped)]
-        index = open_for(path, targets[0])
-        ranks = load(index, targets)
-        check_content(ranks, saved)
-        kept = {id(value) for rank in targets for value in all_states(rank.wrapped)}
-        assert kept <= set(tensors)
+        before = number_states(targets)
+        check_content(load(open_for(path, targets[0]), targets), saved)
+        assert number_states(targets) <= before
 
 
-def all_states(optimizer: Any) -> Iterable[torch.Tensor]:
-    return (value for state in optimizer.state.values() for key, value in state.items() if key != "step")
+def number_states(targets: list[FakeTarget]) -> set[int]:
+    states = [state for rank in targets for state in rank.wrapped.state.values()]
+    return {id(value) for state in states for key, value in state.items() if key != "step"}
 
 
 @pytest.mark.parametrize("order", [(3, 2, 1, 0), (2, 0, 3, 1)], ids=str)
@@ -217,3 +210,50 @@ def test_one_rank_out_of_memory_for_its_masters_is_an_error_on_all_ranks() -> No
         CustomLoad().change_engine(job, target, fill_plan)
 
     assert [type(each) for each in World(3).run(run)] == [RemoteError] * 3
+
+
+# -- a new optimizer wrapper: one row of the table, and one class for its live engines --------------------------------
+
+
+def make_row(form: Form, stage: int, *keys: str) -> Wrapper:
+    return Wrapper("made_up", form, (stage,), ("bfloat16",), "MadeUp", keys=keys, inner="torch_states")
+
+
+ROWS = {
+    "partitions": make_row(Form.PARTITIONS, 1, "cuts"),
+    "reserved": make_row(Form.RESERVED, 3, "rows", "zero_stage"),
+    "flat": make_row(Form.FLAT, 0, "whole"),
+    "single": make_row(Form.SINGLE, 0, "singles"),
+}
+
+
+@pytest.mark.parametrize("form", ROWS)
+@pytest.mark.parametrize(
+    "other", [Topology(0, 2, "bf16"), Topology(2, 3, "bf16"), Topology(3, 2, "bf16"), None], ids=str
+)
+def test_a_new_wrapper_loads_into_all_others_and_back(
+    form: str, other: Topology | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row, model = ROWS[form], Model((Param("a", (5, 3)), Param("b", (7,), 1), Param("c", (2, 2), 1)))
+    monkeypatch.setitem(WRAPPERS, row.name, row)
+    state = random_state(model, 0, precision="bf16")
+    two, three, four = (Topology(row.stages[0], dp, "bf16", wrapper=row.name) for dp in (2, 3, 4))
+    for source, target in ((two, other or four), (other or four, three)):
+        _, ranks = resume(Case(model, source, state, False), target, tmp_path / source.label)
+        assert ranks[0].fill_plan.index.topology.wrapper == source.row.name
+
+
+def test_an_engine_with_a_new_wrapper_is_opened_by_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    class MadeUpTarget(engines.WholeTarget):
+        def __init__(self, engine: Any, wrapper: str) -> None:
+            self.wrapped, self.wrapper = engine.optimizer, wrapper
+
+    row = replace(ROWS["flat"], masters="my_masters", params="mine")
+    monkeypatch.setitem(WRAPPERS, "made_up", row)
+    monkeypatch.setitem(engines.TARGETS, "made_up", MadeUpTarget)
+    held = {"my_masters": [torch.zeros(4)], "mine": [[torch.zeros(3), torch.zeros(1)]]}
+    target = open_target(SimpleNamespace(module=torch.nn.Module(), optimizer=type("MadeUp", (), held)()))
+    assert isinstance(target, MadeUpTarget)
+    assert target.traits.has_copies
+    ((params, master),) = target.list_pairs(0)
+    assert params is held["mine"][0] and master is held["my_masters"][0]

@@ -1,4 +1,4 @@
-"""The live optimizer compared with the saved one: warnings, and refusals by name."""
+"""The live optimizer compared with the saved one, and saves without files of optimizer states."""
 
 from __future__ import annotations
 
@@ -14,15 +14,26 @@ from torch.optim import AdamW, NAdam
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
-from deepspeed_ucp.errors import MismatchError
+from deepspeed_ucp.convert import ConvertOptions, convert_index
+from deepspeed_ucp.errors import CheckpointError, MismatchError
+from deepspeed_ucp.examine.degrees import parse_degrees
+from deepspeed_ucp.examine.resume import check_resume
+from deepspeed_ucp.examine.verify import list_findings
+from deepspeed_ucp.export.dcp import export_dcp
+from deepspeed_ucp.export.safetensors import export_safetensors
+from deepspeed_ucp.export.tensors import ExportOptions
+from deepspeed_ucp.formats.deepspeed.naming import Naming
+from deepspeed_ucp.formats.open import open_checkpoint, survey_checkpoint
 from deepspeed_ucp.load.prepare import describe_rounding
 from deepspeed_ucp.model.flat import join_parameters
 from deepspeed_ucp.model.storage import MASTER, MODULE
 from deepspeed_ucp.model.view import EngineBuffer, EngineView
 from deepspeed_ucp.plan.wants import Wants
-from tests.support.direct import Eager
+from deepspeed_ucp.tensor_parallel.rules import from_config
+from tests.support.direct import Eager, check_loaded, check_untouched, run_load
 from tests.support.reshard import FakeTarget, Loaded, Options, load, open_for, prepare_rank, take_a_step
-from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_checkpoint, write_files
+from tests.support.reshard3d import draw_state, load_all, make_config, make_pipeline
+from tests.synth import Model, Param, Run, State, Topology, build_files, random_state, write_checkpoint, write_files
 
 MODEL = Model((Param("a", (7, 3)), Param("b", (5,), group=1), Param("c", (4,))))
 
@@ -178,17 +189,26 @@ class Closed(AdamW):
         closure()
 
 
-def test_states_that_cannot_be_compared_are_logged(tmp_path: Path) -> None:
-    (note,) = prepare(tmp_path, make_files(), optimizer=Closed).fill_plan.match.notes
-    assert "(exp_avg, exp_avg_sq) are restored without a comparison" in note
+NO_STATES = "the saved optimizer kept no states"
+FRESH = {"states": (), "step": None}
+NOTES: list[tuple[Any, dict[str, Any], Model, list[str]]] = [
+    (Closed, {}, MODEL, [r"\(exp_avg, exp_avg_sq\) are restored without a comparison"]),
+    (AdamW, {}, Model(MODEL.params, {"inv_freq": torch.ones(3)}),
+     ["^inv_freq: a buffer that the saved state dict leaves out"]),
+    (torch.optim.SGD, FRESH, MODEL, []),
+    *((each, FRESH, MODEL, [NO_STATES]) for each in (AdamW, torch.optim.Adagrad)),
+    (torch.optim.Adafactor, FRESH, MODEL, [NO_STATES, "depends on how ZeRO cuts"]),
+]  # fmt: skip
 
 
-def test_a_buffer_that_the_saved_state_dict_leaves_out_keeps_its_value(tmp_path: Path) -> None:
-    files = make_files()
-    files["mp_rank_00_model_states.pt"]["buffer_names"] = ["inv_freq"]
-    rank = prepare(tmp_path, files, Model(MODEL.params, {"inv_freq": torch.ones(3)}))
-    (note,) = rank.fill_plan.match.notes
-    assert note.startswith("inv_freq: a buffer that the saved state dict leaves out")
+@pytest.mark.parametrize(("optimizer", "saved", "live", "texts"), NOTES)
+def test_states_that_a_load_cannot_compare_or_restore_are_reported(
+    optimizer: Any, saved: dict[str, Any], live: Model, texts: list[str], tmp_path: Path
+) -> None:
+    files = build_files(MODEL, random_state(MODEL, 0, **saved), Topology(2, 2), Run())
+    files["mp_rank_00_model_states.pt"]["buffer_names"] = list(live.buffers)
+    notes = prepare(tmp_path, files, live, optimizer).fill_plan.match.notes
+    assert all(re.search(text, note) for text, note in zip(texts, notes, strict=True))
 
 
 def test_param_groups_live_restores_states_but_not_hyper_parameters(tmp_path: Path) -> None:
@@ -230,13 +250,134 @@ def test_states_stored_in_a_lower_precision_are_reported(state: str, stored: str
     assert "".join(notes).startswith(text)
 
 
+# -- saves without files of optimizer states --------------------------------------------------------------------------
+
+
+WEIGHTS = Model((Param("a", (7, 13)), Param("b", (5, 7), group=1), Param("frozen", (9,), frozen=True)))
+
+
+def lose(folder: Path, topology: Topology) -> tuple[Path, State]:
+    """Write a save without files of optimizer states; for stage 0 in bf16 as DeepSpeed 0.17.6 writes it."""
+    state = random_state(WEIGHTS, 0, precision=topology.precision)
+    files = build_files(WEIGHTS, state, topology)
+    if topology.stage == 0:
+        zero = build_files(WEIGHTS, state, Topology(1, topology.dp, topology.precision))
+        for name, tree in files.items():
+            tree.update(optimizer=None, param_shapes=zero[name]["param_shapes"])
+    write_files(folder, {name: tree for name, tree in files.items() if "optim_states" not in name})
+    return folder, state
+
+
+LOST = [Topology(1, 3), Topology(2, 2, "bf16"), Topology(0, 2, "bf16", "fused")]
+
+
+@pytest.mark.parametrize("source", LOST, ids=lambda each: each.label)
+@pytest.mark.parametrize("target", [None, Topology(3), Topology(0)], ids=["same", "zero3", "stage0"])
+def test_weights_load_without_optimizer_files_only_on_request(
+    source: Topology, target: Topology | None, tmp_path: Path
+) -> None:
+    path, state = lose(tmp_path, source)
+    rank = FakeTarget(WEIGHTS, target or source, 0)
+    prefix = "bf16_" if source.precision == "bf16" else ""
+    missing = f"{prefix}zero_pp_rank_{{0-{source.dp - 1}}}_mp_rank_00_optim_states.pt missing"
+    for strict in (True, False):
+        with pytest.raises(CheckpointError, match=r"^.*load_optimizer_states=False.*$") as error:
+            run_load(open_for(path, rank), rank, load_module_strict=strict)
+        assert ("DeepSpeed 0.17.6 to 0.18.4 do not write them" if source.stage == 0 else missing) in str(error.value)
+        assert len(str(error.value).splitlines()) == 1
+        check_untouched(rank)
+    run_load(open_for(path, rank), rank, load_optimizer_states=False)
+    weights = {name: {"fp32": atoms["fp32"].to(source.dtype).float()} for name, atoms in state.atoms.items()}
+    check_loaded([rank], State(weights, {}, ()))
+
+
+def test_states_that_older_releases_never_wrote_are_not_reported_as_missing_files(tmp_path: Path) -> None:
+    """DeepSpeed 0.17.6 to 0.18.4 use FP16_UnfusedOptimizer for bf16 with fp32 gradients, at ZeRO 1."""
+    topology = Topology(1, 2, "bf16")
+    tree = build_files(WEIGHTS, random_state(WEIGHTS, 0, precision="bf16"), topology)["mp_rank_00_model_states.pt"]
+    tree["ds_config"]["data_types"] = {"grad_accum_dtype": "fp32"}
+    write_files(tmp_path, {"mp_rank_00_model_states.pt": tree})
+    rank = FakeTarget(WEIGHTS, topology, 0)
+    with pytest.raises(CheckpointError, match=r"do not write them .* or with fp32 gradients"):
+        run_load(open_for(tmp_path, rank), rank)
+
+
+@pytest.mark.parametrize("source", LOST, ids=lambda each: each.label)
+def test_commands_report_missing_optimizer_files(source: Topology, tmp_path: Path) -> None:
+    """They report neither a save without ZeRO nor a complete one."""
+    path, _ = lose(tmp_path / "in", source)
+    report = survey_checkpoint(str(path), Comm())
+    index = report.require()
+    assert index.topology.describe().startswith(f"ZeRO-{source.stage} ")
+    assert index.topology.describe().endswith("(optimizer states missing)")
+    assert any("load_optimizer_states=False" in each.text for each in list_findings(report))
+    check = check_resume(index, parse_degrees("dp=3", index.topology))
+    assert any("load_optimizer_states=False" in text for text in check.obstacles)
+    out = str(tmp_path / "out")
+    with pytest.raises(CheckpointError, match="load_optimizer_states=False"):
+        convert_index(index, str(path), out, Comm(), ConvertOptions())
+    with pytest.raises(Exception, match="--weights-only"):
+        export_dcp(index, out, Comm(), ExportOptions())
+    assert export_safetensors(index, out, Comm(), ExportOptions()).tensors == 3
+
+
+def test_a_save_of_a_run_without_optimizer_loads_weights_only(tmp_path: Path) -> None:
+    """For example, a save of an evaluation: no file is missing, but training cannot continue from it."""
+    files = build_files(WEIGHTS, random_state(WEIGHTS, 0), Topology(0))
+    for tree in files.values():
+        tree["optimizer"] = None
+    write_files(tmp_path, files)
+    rank = FakeTarget(WEIGHTS, Topology(1), 0)
+    index = open_for(tmp_path, rank)
+    assert index.topology.describe() == "ZeRO-0 float32 (none)"
+    with pytest.raises(CheckpointError, match=r"had no optimizer.*load_optimizer_states=False"):
+        run_load(index, rank, load_module_strict=False)
+    run_load(index, rank, load_optimizer_states=False)
+
+
+TIED = make_pipeline([["column", "norm"], ["row"]])
+
+
+@pytest.mark.parametrize("files", [(True, False), (False, True), (True, True)], ids=str)
 @pytest.mark.parametrize(
-    ("optimizer", "count"),
-    [(AdamW, 0), (torch.optim.SGD, 0), (torch.optim.Adagrad, 0), (torch.optim.Adafactor, 1)],
-    ids=lambda value: getattr(value, "__name__", ""),
+    "source", [Topology(1, 2, pp=2), Topology(1, 1, "bf16", "bf16", pp=2, tp=2)], ids=lambda each: each.label
 )
-def test_an_optimizer_whose_step_depends_on_partitions_is_reported(optimizer: Any, count: int, tmp_path: Path) -> None:
-    state = random_state(MODEL, 0, states=(), step=None)
-    files = build_files(MODEL, state, Topology(2, 2), Run())
-    notes = prepare(tmp_path, files, optimizer=optimizer).fill_plan.match.notes
-    assert sum("depends on how ZeRO cuts" in note for note in notes) == count
+def test_tied_modules_load_without_optimizer_files(source: Topology, files: tuple[bool, bool], tmp_path: Path) -> None:
+    """DeepSpeed ties only the embedding's weight. A stage without a file gets other weights from another stage."""
+    first, *others, last = TIED.layers
+    model = replace(TIED, layers=(replace(first, file=files[0]), *others, replace(last, file=files[1])))
+    held = draw_state(model, source)
+    held.write(tmp_path)
+    for path in tmp_path.glob("*optim_states.pt"):
+        path.unlink()
+    config, targets = make_config(model), held.make_targets()
+    index, _ = load_all(tmp_path, targets, config, with_states=False)
+    assert index.stateless
+    for place, flat in ((rank.place, flat) for rank in targets for flat in rank.flats):
+        for cut in flat.buffer.cuts(flat.part):
+            stage = place.pp_rank if all(files) or "positions" not in cut.name else files.index(True)
+            local = held.locals[stage * place.tp + place.tp_rank]
+            weight = local.state.atoms[cut.name]["fp32"].to(source.dtype).float().reshape(-1)
+            assert flat.data[cut.offset : cut.offset + cut.numel].equal(weight[cut.start :][: cut.numel])
+    again = held.make_targets()
+    with pytest.raises(CheckpointError, match="load_optimizer_states=False"):
+        load_all(tmp_path, again, config, strict=False)
+    rules = from_config(config.patterns)
+    assert export_safetensors(index, f"{tmp_path}-out", Comm(), ExportOptions(), rules=rules).tensors == 7
+
+
+@pytest.mark.parametrize("source", [*LOST[:2], Topology(3, 2)], ids=lambda each: each.label)
+def test_weights_load_if_a_file_of_optimizer_states_is_missing_except_under_zero_3(
+    source: Topology, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A load with states is refused."""
+    write_files(tmp_path, build_files(WEIGHTS, random_state(WEIGHTS, 0, precision=source.precision), source))
+    next(tmp_path.glob("*zero_pp_rank_1_*optim_states.pt")).unlink()
+    for weights_only in (False, True)[: 1 + (source.stage == 3)]:
+        with pytest.raises(CheckpointError, match="optim_states.pt is missing"):
+            open_checkpoint(str(tmp_path), Comm(), Naming(weights_only=weights_only))
+        assert not caplog.records
+    if source.stage < 3:
+        index = open_checkpoint(str(tmp_path), Comm(), Naming(weights_only=True))
+        assert index.stateless and not index.find("a", "fp32") and index.find("a", "copy")
+        assert "only weights are loaded" in caplog.text

@@ -326,10 +326,6 @@ def prepare_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Op
     return rank
 
 
-def prepare_all(index: AtomicIndex, targets: Sequence[FakeTarget]) -> list[Loaded]:
-    return run_ranks(len(targets), lambda rank, comm: prepare_rank(index, targets[rank], comm))
-
-
 def load(index: AtomicIndex, targets: Sequence[FakeTarget], **options: Any) -> list[Loaded]:
     """Load a checkpoint into all ranks of a run; `options` are fields of `Options`."""
     chosen = Options(**options)
