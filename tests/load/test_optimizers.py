@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +16,18 @@ import torch.distributed.checkpoint as dcp
 from torch.optim import AdamW
 
 from deepspeed_ucp.engine.optimizer import adopt_hyper, probe_optimizer, restore_hyper, restore_scalar
-from deepspeed_ucp.errors import MismatchError
+from deepspeed_ucp.errors import CheckpointError, MismatchError
+from deepspeed_ucp.load.states import OptimizerMatch
+from deepspeed_ucp.model.index import AtomicIndex
+from deepspeed_ucp.model.records import Records
+from deepspeed_ucp.model.topology import Topology as SavedTopology
+from deepspeed_ucp.model.wrappers import MOMENTUM
+from deepspeed_ucp.plan.match import Match
 from tests.support.contents import check_load
 from tests.support.covering import cover, params
 from tests.support.direct import Eager, Lion
 from tests.support.foreign import make_tree
-from tests.support.reshard import load, make_targets, open_for, take_a_step
+from tests.support.reshard import FakeTarget, load, make_targets, open_for, take_a_step
 from tests.synth import (
     Model,
     Param,
@@ -91,22 +98,15 @@ def test_every_elementwise_optimizer_loads(family: str, source: Topology, target
     path = write_checkpoint(tmp_path, MODEL, make_state(keys, step, hyper, source.precision), source)
     _, ranks = check_load(path, MODEL, target, read_state(path, MODEL, source), make)
     for rank in ranks:
+        entries = rank.target.wrapped.state.values()
+        assert family != "lion" or {type(entry["step"]) for entry in entries} == {int}
         take_a_step(rank.target.wrapped)
 
 
-def test_restored_steps_are_ints_if_the_optimizer_keeps_ints(tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path, MODEL, make_state(*FAMILY["lion"][1:]), Topology(1, 2))
-    lion = make_targets(MODEL, Topology(2, 2), Lion)
-    load(open_for(path, lion[0]), lion)
-    steps = [entry["step"] for target in lion for entry in target.wrapped.state.values()]
-    assert steps == [3] * 4
-    assert {type(step) for step in steps} == {int}
-
-
-MOMENTUM, SUMS = make_state(("momentum_buffer",), None, SGD), random_state(MODEL, 0, ("sum",))
+WITH_MOMENTUM, SUMS = make_state((MOMENTUM,), None, SGD), random_state(MODEL, 0, ("sum",))
 NO_ADAM = r"keeps momentum_buffer for .*; this run's AdamW keeps exp_avg, exp_avg_sq.*load_optimizer_states=False"
 REFUSED: list[tuple[State, str, Topology, Any, str]] = [
-    *((MOMENTUM, "", each, None, NO_ADAM) for each in (*TARGETS[:2], Topology(3, 2))),
+    *((WITH_MOMENTUM, "", each, None, NO_ADAM) for each in (*TARGETS[:2], Topology(3, 2))),
     (random_state(MODEL, 0), "", Topology(2, 2), torch.optim.SGD, "this run's SGD keeps no state"),
     (SUMS, "Adagrad", Topology(3, 2), None, r"checkpoint's optimizer \(Adagrad\) keeps sum"),
     (random_state(MODEL, 0), "", Topology(2, 2), Factored,
@@ -147,8 +147,7 @@ def test_a_parameter_that_lacks_a_state_of_others_is_refused(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("family", FAMILY)
 def test_any_optimizer_loads_a_save_from_before_the_first_step(family: str, tmp_path: Path) -> None:
-    state = random_state(MODEL, 0, (), step=None)
-    path = write_checkpoint(tmp_path, MODEL, state, Topology(1, 2))
+    path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0, (), step=None), Topology(1, 2))
     targets = make_targets(MODEL, Topology(3, 2), FAMILY[family][0])
     for rank in load(open_for(path, targets[0]), targets):
         take_a_step(rank.target.wrapped)
@@ -206,30 +205,40 @@ def make_optimizer(make: Any = AdamW, **options: Any) -> tuple[Any, torch.Tensor
     return make([{"params": [param]}], lr=0.5, **options), param
 
 
-@pytest.mark.parametrize("family", FAMILY)
+class Nested(torch.optim.SGD):
+    """An optimizer that changes an inner one in each step, like DeepSpeed's Muon."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, momentum=0.9, **options)
+        self.inner = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
+        self.notes: list[str] = []
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.param_groups = []
+        self.inner.state.clear()
+        self.notes.append("stepped")
+        super().step()
+
+
+@pytest.mark.parametrize("family", [*FAMILY, "nested"])
 def test_probe_optimizer_lists_states_without_changing_the_optimizer(family: str) -> None:
-    make, keys, step, hyper = FAMILY[family]
+    make, keys, step, hyper = {**FAMILY, "nested": (Nested, *FAMILY["momentum"][1:])}[family]
     optimizer, param = make_optimizer(make)
+    called: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: called.append(1))
+    optimizer.register_step_pre_hook(lambda *_: called.append(2))
     before = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
     states = repr(optimizer.state)  # Adagrad makes them at once
     kept = probe_optimizer(optimizer, 0, hyper, param)
     assert kept is not None
     assert set(kept.elementwise) == set(keys)
     assert ("step" in kept.scalars) == (step is not None)
-    assert not kept.other
+    assert not (kept.other or called)
     assert repr(optimizer.state) == states
     assert {key: value for key, value in optimizer.param_groups[0].items() if key != "params"} == before
-    assert param.tolist() == [0, 1, 2, 3]
-    assert param.grad is None
-
-
-def test_probe_optimizer_calls_no_hooks() -> None:
-    optimizer, param = make_optimizer()
-    called: list[int] = []
-    optimizer.register_step_post_hook(lambda *_: called.append(1))
-    optimizer.register_step_pre_hook(lambda *_: called.append(2))
-    probe_optimizer(optimizer, 0, {}, param)
-    assert not called
+    assert (param.tolist(), param.grad) == ([0, 1, 2, 3], None)
+    if family == "nested":
+        assert len(optimizer.inner.param_groups) == 1 and not optimizer.notes
 
 
 def test_probe_optimizer_reads_existing_states_if_a_step_raises() -> None:
@@ -287,29 +296,90 @@ def test_restore_scalar_uses_the_optimizers_type() -> None:
     assert isinstance(restore_scalar("step", 7.0, None), torch.Tensor)
 
 
-class Nested(torch.optim.SGD):
-    """An optimizer that changes an inner one in each step, like DeepSpeed's Muon."""
+# -- Muon's momentum in saves of ZeRO 1 and 2: whole, for each parameter that a rank's partition touches --------------
 
-    def __init__(self, params: Any, **options: Any) -> None:
-        super().__init__(params, lr=0.1, **options)
-        self.inner = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
-        self.notes: list[str] = []
-
-    def step(self, closure: Any = None) -> None:
-        self.inner.param_groups = []
-        self.inner.state.clear()
-        self.notes.append("stepped")
-        super().step()
+MIXED = Model((Param("a", (7, 3)), Param("b", (3, 3)), Param("c", (5, 2), group=1)))
+TOUCHED = {2: (("a",), ("a", "b")), 4: (("a",), ("a",), ("a", "b"), ("b",))}
+"""Parameters of the first group by rank; the parameter of the second group is on all ranks without padding."""
+MOMENTA = random_state(MIXED, 0, (MOMENTUM,), step=None)
+States = list[dict[int, dict[str, torch.Tensor]]]
 
 
-def test_probe_optimizer_does_not_change_an_inner_optimizer() -> None:
-    param = torch.zeros(4, requires_grad=True)
-    optimizer = Nested([param], momentum=0.9)
-    inner = optimizer.inner.param_groups
-    kept = probe_optimizer(optimizer, 0, {}, param)
-    assert kept is not None
-    assert set(kept.elementwise) == {"momentum_buffer"}
-    assert optimizer.inner.param_groups is inner
-    assert len(inner) == 1
-    assert not optimizer.notes
-    assert not optimizer.state
+class Muon(torch.optim.SGD):
+    """Groups with ``use_muon``: DeepSpeed makes their momentum."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__([{**group, "use_muon": True} for group in params], lr=lr)
+
+
+def load_muon(folder: Path, dp: int, change: Callable[[States], Any] = len, **zero: Any) -> FakeTarget:
+    """Load a save of `dp` ranks into one; `change` gets the states in each rank's file, by group."""
+    files, states = build_files(MIXED, MOMENTA, Topology(1, dp), Run()), []
+    for tree in files.values():
+        tree["ds_config"]["zero_optimization"].update(zero)
+    for rank, tree in enumerate(tree for name, tree in sorted(files.items()) if "optim_states" in name):
+        base = tree["optimizer_state_dict"]["base_optimizer_state"]
+        for group in base["param_groups"]:
+            group["use_muon"] = True
+        for group, names in enumerate((TOUCHED[dp][rank], ("c",))):
+            base["state"][group][MOMENTUM] = torch.cat([MOMENTA.atoms[name][MOMENTUM].reshape(-1) for name in names])
+        if not any(tree["optimizer_state_dict"]["param_slice_mappings"][1]):
+            del base["state"][1]
+        states.append(base["state"])
+    change(states)
+    write_files(folder, files)
+    target = FakeTarget(MIXED, Topology(1), 0, Muon)
+    load(open_for(folder, target), [target])
+    return target
+
+
+@pytest.mark.parametrize("dp", TOUCHED)
+def test_each_momentum_element_is_read_from_the_rank_that_owns_it(dp: int, tmp_path: Path) -> None:
+    target = load_muon(tmp_path, dp)
+    for flat, names in zip(target.flats, (("a", "b"), ("c",)), strict=True):
+        momentum = target.wrapped.state[flat.tensor][MOMENTUM]
+        expected = torch.cat([MOMENTA.atoms[name][MOMENTUM].reshape(-1) for name in names])
+        assert torch.equal(momentum[: expected.numel()], expected)
+
+
+def drift(states: States) -> None:
+    states[1][0][MOMENTUM][2] += 1  # an element of a, which begins on the first rank
+
+
+def shorten(states: States) -> None:
+    for each in states:
+        each[0][MOMENTUM] = each[0][MOMENTUM][:-1].clone()
+
+
+@pytest.mark.parametrize(
+    ("change", "zero", "kind", "text"),
+    [
+        (drift, {}, CheckpointError, r"a \(momentum_buffer\) is in the files of several ranks"),
+        (shorten, {}, MismatchError, r"a\.momentum_buffer \(20 elements where the parameters of a rank have 21"),
+        # offloaded momentum has the layout of the masters
+        (len, {"offload_optimizer": {"device": "cpu"}}, MismatchError,
+         r"a\.momentum_buffer \(shape \(21,\) where the parameter's part has"),
+    ],
+    ids=["unequal", "short", "offloaded"],
+)  # fmt: skip
+def test_inconsistent_momentum_is_refused(
+    change: Callable[[States], Any], zero: dict[str, Any], kind: type[Exception], text: str, tmp_path: Path
+) -> None:
+    with pytest.raises(kind, match=text):
+        load_muon(tmp_path, 2, change, **zero)
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "saved", "refused"),
+    [("torch", 2, True), ("fp16_unfused", 4, True), ("torch", 1, False), ("zero12", 2, False), ("atomic", 2, False)],
+)
+def test_muons_sorted_groups_are_refused_at_another_degree(wrapper: str, saved: int, *, refused: bool) -> None:
+    """At stage 0 a state is identified by its index in its group, and Muon sorts the group by local shapes."""
+    index = AtomicIndex.of((), Records(), (), SavedTopology(0, wrapper, "float32", tp=saved), "")
+    target: Any = SimpleNamespace(place=SimpleNamespace(tp=1), flats=[])
+    optimizer = OptimizerMatch(index, target, Match(hyper={0: {"use_muon": True}}))  # type: ignore[arg-type]
+    if not refused:
+        optimizer.check()
+        return
+    with pytest.raises(MismatchError, match=f"sorts its parameters by their local shapes, which tp {saved} → 1"):
+        optimizer.check()
