@@ -376,7 +376,7 @@ def test_inconsistent_momentum_is_refused(
 def test_muons_sorted_groups_are_refused_at_another_degree(wrapper: str, saved: int, *, refused: bool) -> None:
     """At stage 0 a state is identified by its index in its group, and Muon sorts the group by local shapes."""
     index = AtomicIndex.of((), Records(), (), SavedTopology(0, wrapper, "float32", tp=saved), "")
-    target: Any = SimpleNamespace(place=SimpleNamespace(tp=1), flats=[])
+    target: Any = SimpleNamespace(parallel=SimpleNamespace(tp=1), flats=[])
     optimizer = OptimizerMatch(index, target, Match(hyper={0: {"use_muon": True}}))  # type: ignore[arg-type]
     if not refused:
         optimizer.check()

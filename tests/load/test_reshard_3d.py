@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, note
@@ -19,8 +20,8 @@ from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.load.prepare import check_alike
 from deepspeed_ucp.model.view import EngineView
 from tests.support.cases import pair_id
-from tests.support.covering import all_turns
-from tests.support.direct import check_loaded, run_load, run_refused
+from tests.support.covering import all_turns, params
+from tests.support.direct import check_loaded, run_refused
 from tests.support.ranks import run_ranks
 from tests.support.reshard import FakeTarget, examples, groups_of, open_everywhere, temporary_folder
 from tests.support.reshard3d import (
@@ -45,28 +46,7 @@ from tests.support.reshard3d import (
     resume,
     trips,
 )
-from tests.synth import (
-    Layer,
-    Local,
-    Model,
-    Param,
-    Run,
-    State,
-    Topology,
-    bidirectional,
-    interleaved,
-)
-
-
-@pytest.mark.parametrize(("source", "target"), all_turns(PIPELINES, PIPELINES, 1, pair_id))
-def test_pipelines_load_into_pipelines(source: Topology, target: Topology, tmp_path: Path) -> None:
-    resume(draw_state(PIPELINE, source), target, tmp_path)
-
-
-@pytest.mark.parametrize(("source", "target"), all_turns(PLAINS, PLAINS, 1, pair_id))
-def test_tensor_parallel_models_load_without_a_pipeline(source: Topology, target: Topology, tmp_path: Path) -> None:
-    resume(draw_state(PLAIN, source), target, tmp_path)
-
+from tests.synth import Layer, Local, Model, Param, Run, State, Topology, bidirectional, interleaved
 
 NARROW = [
     Topology(0, 1, tp=3),
@@ -76,45 +56,7 @@ NARROW = [
     Topology(3, 2, tp=3),
 ]
 NARROW_TARGETS = [Topology(0, 1), Topology(1, 2, tp=4), Topology(0, 1, "bf16", "fused", tp=2)]
-
-
-@pytest.mark.parametrize(("source", "target"), all_turns(NARROW, NARROW_TARGETS, 1, pair_id))
-def test_tensor_parallel_ranks_without_rows_are_loaded(source: Topology, target: Topology, tmp_path: Path) -> None:
-    """A parameter with fewer rows than ranks: some wrappers omit it on a rank without rows."""
-    model = make_plain(["column", "norm", "router", "few", "row"], frozen=["router"])
-    resume(draw_state(model, source), target, tmp_path)
-
-
-@examples(120)
-@given(trip=trips())
-def test_any_topology_loads_into_any_other(trip: Trip) -> None:
-    note(f"{trip.source.topology.label} {trip.source.topology.placement}→{trip.target.label} {trip.target.placement}")
-    with temporary_folder() as folder:
-        resume(trip.source, trip.target, folder, **trip.options)
-
-
-# -- one pattern at a time --------------------------------------------------------------------------------------------
-
-
-DEGREES = [(1, 2), (2, 1), (2, 4), (4, 2), (3, 2), (2, 3), (4, 4)]
-
-
-HYBRIDS = [("hybrid4", (1, 4)), ("hybrid4", (4, 1)), ("hybrid2", (2, 1)), ("hybrid2", (1, 2))]
-
-
-@pytest.mark.parametrize(
-    ("kind", "degrees"), [*all_turns(sorted(set(KINDS) - {"hybrid2", "hybrid4", "positions"}), DEGREES, 1), *HYBRIDS]
-)
-def test_every_pattern_loads_at_other_degrees(kind: str, degrees: tuple[int, int], tmp_path: Path) -> None:
-    source, target = (Topology(2, 2, tp=tp) for tp in degrees)
-    resume(draw_state(make_plain(["column", kind] if kind != "column" else [kind]), source), target, tmp_path)
-
-
-# -- pipelines --------------------------------------------------------------------------------------------------------
-
 THREE = make_pipeline([["column", "norm"], ["row"], ["column"], ["gate_up", "bias"]])
-
-
 MOVED_FROM = [
     Topology(1, 2, pp=3),
     Topology(1, 1, "bf16", tp=2, pp=2, placement=interleaved(6, 2, 2)),
@@ -134,26 +76,58 @@ MOVED_TO = [
 ]
 
 
+UNEVEN = [
+    (Topology(1, 1, pp=3), Topology(1, 2)),
+    (Topology(1, 2), Topology(1, 1, pp=3)),
+    (Topology(0, 1, pp=3), Topology(1, 1, "bf16", "bf16", tp=2, pp=2)),
+    (Topology(1, 1, "bf16", "bf16", pp=3), Topology(0, 1, pp=2)),
+]
+ROWS: list[tuple[str, Model, list[Any]]] = [
+    ("pipeline", PIPELINE, all_turns(PIPELINES, PIPELINES, 1, pair_id)),
+    ("plain", PLAIN, all_turns(PLAINS, PLAINS, 1, pair_id)),
+    # A parameter with fewer rows than ranks: some wrappers omit it on a rank without rows.
+    ("narrow", make_plain(["column", "norm", "router", "few", "row"], frozen=["router"]),
+     all_turns(NARROW, NARROW_TARGETS, 1, pair_id)),
+    ("moved", THREE,
+     all_turns(MOVED_FROM, MOVED_TO, 1, lambda row: "→".join(f"{each.label} {each.placement}" for each in row))),
+    # DeepSpeed drops empty groups: group 0 of a stage without matrices is the second group of the others.
+    ("groups", make_pipeline([["column", "bias"], ["norm"], ["bias", "row"]], tied=False),
+     params(UNEVEN, (), pair_id)),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("source", "target"),
-    all_turns(MOVED_FROM, MOVED_TO, 1, lambda row: "→".join(f"{each.label} {each.placement}" for each in row)),
+    ("model", "source", "target"),
+    [
+        pytest.param(model, *row.values, id=f"{name}-{row.id}", marks=row.marks)
+        for name, model, rows in ROWS
+        for row in rows
+    ],
 )
-def test_layers_move_between_stages(source: Topology, target: Topology, tmp_path: Path) -> None:
-    resume(draw_state(THREE, source), target, tmp_path)
+def test_every_kind_of_run_loads_into_every_other(
+    model: Model, source: Topology, target: Topology, tmp_path: Path
+) -> None:
+    resume(draw_state(model, source), target, tmp_path)
 
 
-def test_a_stage_without_matrices_lacks_a_param_group(tmp_path: Path) -> None:
-    """DeepSpeed drops empty groups: group 0 of such a stage is the second group of the others."""
-    model = make_pipeline([["column", "bias"], ["norm"], ["bias", "row"]], tied=False)
-    for number, (source, target) in enumerate(
-        [
-            (Topology(1, 1, pp=3), Topology(1, 2)),
-            (Topology(1, 2), Topology(1, 1, pp=3)),
-            (Topology(0, 1, pp=3), Topology(1, 1, "bf16", "bf16", tp=2, pp=2)),
-            (Topology(1, 1, "bf16", "bf16", pp=3), Topology(0, 1, pp=2)),
-        ]
-    ):
-        resume(draw_state(model, source), target, tmp_path / str(number))
+DEGREES = [(1, 2), (2, 1), (2, 4), (4, 2), (3, 2), (2, 3), (4, 4)]
+HYBRIDS = [("hybrid4", (1, 4)), ("hybrid4", (4, 1)), ("hybrid2", (2, 1)), ("hybrid2", (1, 2))]
+
+
+@pytest.mark.parametrize(
+    ("kind", "degrees"), [*all_turns(sorted(set(KINDS) - {"hybrid2", "hybrid4", "positions"}), DEGREES, 1), *HYBRIDS]
+)
+def test_every_pattern_loads_at_other_degrees(kind: str, degrees: tuple[int, int], tmp_path: Path) -> None:
+    source, target = (Topology(2, 2, tp=tp) for tp in degrees)
+    resume(draw_state(make_plain(["column", kind] if kind != "column" else [kind]), source), target, tmp_path)
+
+
+@examples(120)
+@given(trip=trips())
+def test_any_topology_loads_into_any_other(trip: Trip) -> None:
+    note(f"{trip.source.topology.label} {trip.source.topology.placement}→{trip.target.label} {trip.target.placement}")
+    with temporary_folder() as folder:
+        resume(trip.source, trip.target, folder, **trip.options)
 
 
 def test_a_pipeline_save_loads_without_a_pipeline(tmp_path: Path) -> None:
@@ -276,40 +250,20 @@ def test_ambiguous_layers_without_names_are_reported(
 # -- the whole load ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verify", ["crc", "off"])
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [
-        (Topology(1, 2, "bf16", tp=2, pp=2), Topology(1, 2, "bf16")),
-        (Topology(1, 2), Topology(1, 1, "bf16", "bf16", tp=2, pp=2)),
-        (Topology(0, 1, tp=2, pp=2), Topology(1, 1, tp=4)),
-    ],
-    ids=lambda t: t.label,
-)
-def test_a_load_of_pipelines_restores_ranks(source: Topology, target: Topology, verify: str, tmp_path: Path) -> None:
-    """The load compares masters with copies, and restores client state and counters on every rank."""
-    saved_run = draw_state(PIPELINE, source)
-    saved_run.write(tmp_path, Run(client_state={"epoch": 4}, garbage=float("nan")))
-    wanted = expect(saved_run, target)
-    targets = wanted.make_targets()
-    index = open_everywhere(tmp_path, targets)
-    config = make_config(saved_run.model, verify=verify)
-    results = run_ranks(len(targets), lambda rank, comm: run_load(index, targets[rank], comm, config))
-    check_loaded(targets, wanted.state, wanted.locals)
-    assert {client["epoch"] for _, _, client in results} == {4}
-    assert len({report.state_bytes for _, report, _ in results}) == 1
-
-
 TP2_PP2, ZERO3 = Topology(1, 2, tp=2, pp=2), Topology(3, 2, tp=2)
 
 
+@pytest.mark.parametrize("verify", ["crc", "off"])
 @pytest.mark.parametrize(
-    ("source", "target", "epochs"),
+    ("source", "target", "loaded"),
     [
         (TP2_PP2, Topology(1, 1, tp=2, pp=2), [0, 1, 2, 3]),
         (TP2_PP2, Topology(0, 2, tp=2, pp=2), [0, 0, 1, 1, 2, 2, 3, 3]),
         (TP2_PP2, Topology(1, 1, tp=4), [0] * 4),
         (TP2_PP2, Topology(2, 2), [0, 0]),
+        (Topology(1, 2, "bf16", tp=2, pp=2), Topology(1, 2, "bf16"), [0, 0]),
+        (Topology(1, 2), Topology(1, 1, "bf16", "bf16", tp=2, pp=2), [0] * 4),
+        (Topology(0, 1, tp=2, pp=2), Topology(1, 1, tp=4), [0] * 4),
         (ZERO3, Topology(2, 2, tp=2), [0, 10, 1, 11]),
         (ZERO3, Topology(3, 1, tp=2), [0, 1]),
         (ZERO3, Topology(3, 3, tp=2), [0, 0, 0, 1, 1, 1]),
@@ -318,16 +272,18 @@ TP2_PP2, ZERO3 = Topology(1, 2, tp=2, pp=2), Topology(3, 2, tp=2)
     ids=lambda t: t.label if isinstance(t, Topology) else "",
 )
 def test_each_rank_restores_its_client_state_at_the_same_degrees(
-    source: Topology, target: Topology, epochs: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    source: Topology, target: Topology, loaded: list[int], verify: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Megatron keeps random states there. Data-parallel ranks have separate files under ZeRO 3."""
     caplog.set_level(logging.INFO, "deepspeed_ucp")
-    saved_run = draw_state(PIPELINE if source.pp > 1 else PLAIN, source)
+    saved_run = draw_state(PLAIN if source == ZERO3 else PIPELINE, source)
     saved_run.write(tmp_path)
-    numbers = number_ranks(tmp_path)
-    targets = expect(saved_run, target).make_targets()
-    assert load_numbers(open_everywhere(tmp_path, targets), targets, make_config(saved_run.model)) == epochs
-    assert ("other ranks' client states are not loaded" in caplog.text) is (numbers != {*epochs})
+    saved = number_ranks(tmp_path)
+    wanted = expect(saved_run, target)
+    targets, config = wanted.make_targets(), make_config(saved_run.model, verify=verify)
+    assert load_numbers(open_everywhere(tmp_path, targets), targets, config) == loaded
+    check_loaded(targets, wanted.state, wanted.locals)
+    assert ("other ranks' client states are not loaded" in caplog.text) is (saved != {*loaded})
 
 
 def test_a_tensor_that_only_one_tensor_parallel_rank_has_is_refused(tmp_path: Path) -> None:

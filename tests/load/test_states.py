@@ -353,10 +353,10 @@ def test_tied_modules_load_without_optimizer_files(source: Topology, files: tupl
     config, targets = make_config(model), held.make_targets()
     index, _ = load_all(tmp_path, targets, config, with_states=False)
     assert index.stateless
-    for place, flat in ((rank.place, flat) for rank in targets for flat in rank.flats):
+    for parallel, flat in ((rank.parallel, flat) for rank in targets for flat in rank.flats):
         for cut in flat.buffer.cuts(flat.part):
-            stage = place.pp_rank if all(files) or "positions" not in cut.name else files.index(True)
-            local = held.locals[stage * place.tp + place.tp_rank]
+            stage = parallel.pp_rank if all(files) or "positions" not in cut.name else files.index(True)
+            local = held.locals[stage * parallel.tp + parallel.tp_rank]
             weight = local.state.atoms[cut.name]["fp32"].to(source.dtype).float().reshape(-1)
             assert flat.data[cut.offset : cut.offset + cut.numel].equal(weight[cut.start :][: cut.numel])
     again = held.make_targets()

@@ -332,6 +332,7 @@ def number_ranks(folder: Path) -> set[int]:
 def load_numbers(index: AtomicIndex, targets: Sequence[FakeTarget], config: UniversalConfig) -> list[int]:
     """Load on all ranks; return the numbers that they get, by model-parallel and data-parallel rank."""
     results = run_ranks(len(targets), lambda rank, comm: run_load(index, targets[rank], comm, config))
+    assert len({report.state_bytes for _, report, _ in results}) == 1
     places = [(each.parallel.mp_rank, each.parallel.dp_rank) for each in targets]
     return [number for _, number in sorted(zip(places, (client["number"] for *_, client in results), strict=True))]
 
