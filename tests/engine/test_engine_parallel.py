@@ -21,7 +21,7 @@ from tests.support.covering import params, turns
 from tests.support.engines.driver import STEPS, Engines, Outcome, Row, Saved, Source
 from tests.support.engines.gpt import LAYERS, MODELS
 from tests.support.engines.parallel import Launch, count_copies, expect, join, pipe, plain, resume
-from tests.synth.megatron import client_state, megatron_args, universal_info
+from tests.synth.megatron import client_state, megatron_args
 
 MOST = {"least": 81}
 TP2_PP2, TP2_PP2_STAGE0, DP4 = pipe(2, 2), pipe(2, 2, 0), pipe()
@@ -128,12 +128,11 @@ ROUTES += [
 
 
 class Megatron(Launch):
-    """A run that saves the `client_state` of `checkpointing.py`; ``tests/formats/test_megatron.py`` has older ones."""
+    """A run that saves the `client_state` of `checkpointing.py`."""
 
     @property
     def client_state(self) -> dict[str, Any]:
-        args = make_arguments(self)
-        return client_state(args, STEPS[0], universal_info(args, 256))
+        return client_state(make_arguments(self), STEPS[0], 256)
 
 
 def make_arguments(launch: Launch) -> Any:
@@ -149,13 +148,8 @@ def make_arguments(launch: Launch) -> Any:
         padded_vocab_size=sizes["vocabulary"],
         tensor_model_parallel_size=launch.tp,
         pipeline_model_parallel_size=launch.pp,
-        no_pipeline_parallel=not launch.pipeline,
         swiglu=is_llama,
-        normalization="rmsnorm" if is_llama else "layernorm",
-        add_bias_linear=not is_llama,
-        add_position_embedding=not is_llama,
         use_rotary_position_embeddings=is_llama,
-        untie_embeddings_and_output_weights=is_llama,
     )
 
 

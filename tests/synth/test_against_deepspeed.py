@@ -21,7 +21,7 @@ from .engines import Case, RealSave, save_all
 from .engines3d import Case3D
 from .engines_moe import CaseMoE
 from .files import build_local_files, optim_file, write_files
-from .megatron import client_state, megatron_args, universal_info
+from .megatron import client_state, megatron_args
 from .parallel import Local, local_models
 from .reader import read_locals, read_state
 from .stages import placement_of
@@ -32,8 +32,7 @@ pytestmark = [
     pytest.mark.skipif(Version(deepspeed.__version__) < Version("0.19"), reason="the synthesiser writes 0.19's files"),
 ]
 
-_ARGS = megatron_args(tensor_model_parallel_size=2, no_pipeline_parallel=True)
-MEGATRON = client_state(_ARGS, 2, universal_info(_ARGS, 11))
+MEGATRON = client_state(megatron_args(tensor_model_parallel_size=2), 2, 11)
 CASES = (
     Case(Topology(0, 2, "fp32")),
     Case(Topology(0, 2, "fp32"), optimizer="sgd"),
