@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fuzz.__main__ import run_case
 from tests.fuzz.kinds import KINDS
-from tests.fuzz.worker import run_case
 from tests.support.covering import few
 
 NUMBERS = 25
