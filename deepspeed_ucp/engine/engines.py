@@ -231,7 +231,7 @@ def gather_in_place(flat: torch.Tensor, process_group: Any) -> None:
     """Gather equal partitions of a flat buffer from a process group (collective).
 
     gloo's all-gather would copy the whole buffer first. So on the CPU slices are exchanged: through shared memory if
-    all ranks are on one machine, else by broadcasts.
+    all ranks are on one machine, else by all-gathers of small slices.
     """
     size, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
     if size == 1:

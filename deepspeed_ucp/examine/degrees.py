@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import ConfigError, advise, pluralize
 from ..model.topology import Topology
-from ..model.wrappers import Wrapper, choose_wrapper, find_wrapper, list_foreseen
+from ..model.wrappers import Wrapper, choose_wrapper, find_wrapper, list_selectable
 
 MOST_RANKS = 1 << 20
 _PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -106,6 +106,6 @@ def _parse_number(key: str, value: str) -> int:
 
 def _choose_wrapper(zero: int, precision: str, pp: int, source: Topology) -> str:
     """Return the saved wrapper if DeepSpeed may choose it again, else its default."""
-    if source.traits in list_foreseen(zero, precision) and source.zero_stage == zero and (zero or pp == 1):
+    if source.traits in list_selectable(zero, precision) and source.zero_stage == zero and (zero or pp == 1):
         return source.wrapper
     return choose_wrapper(zero, precision, pipeline=pp > 1).name

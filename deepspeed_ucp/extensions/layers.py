@@ -125,7 +125,7 @@ class _LayerFiles:
                 named = {f"{layer}.{key}": piece for key, piece in tensors.items()}
                 for name, piece in drop_ties(named, aliases):
                     state = COPY if name in self.optimized else MODULE
-                    self.builder.add(SavedRank(tp=tp), name, state, header, piece)
+                    self.builder.add(SavedRank(tp_rank=tp), name, state, header, piece)
         self._add_tied(candidates)
 
     def _check_missing(self) -> None:
@@ -228,7 +228,7 @@ class _LayerFiles:
             for index, layer in enumerate(layers):
                 for short, piece in self._list_others(key, files[layer]).items():
                     name = f"{TIED}{key}.{short}"
-                    self.builder.add(SavedRank(tp=tp, instances={name: index}), name, MODULE, files[layer], piece)
+                    self.builder.add(SavedRank(tp_rank=tp, instances={name: index}), name, MODULE, files[layer], piece)
                     if len(layers) > 1:
                         self.builder.instances[name] = len(layers)
 

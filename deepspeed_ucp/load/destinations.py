@@ -289,8 +289,8 @@ _PINNED_CHUNK = 32 << 20
 """Bytes of page-locked memory per allocation; torch rounds each up to a power of two."""
 
 
-class DeviceCopies:
-    """Memory for bytes that are copied to the destinations, synchronously.
+class SyncCopies:
+    """Synchronous copies of read bytes to their destinations.
 
     Attributes:
         pool: memory for bytes that are read before they are copied.
@@ -319,7 +319,7 @@ class DeviceCopies:
         self.pool.clear()
 
 
-class AsyncGpuCopies(DeviceCopies):
+class AsyncGpuCopies(SyncCopies):
     """Copies to a GPU while the next bytes are read.
 
     Page-locked memory is reused when the copies from it are done. There are two pieces per thread: one is read into
@@ -389,13 +389,13 @@ class AsyncGpuCopies(DeviceCopies):
         return event
 
 
-def choose_device_copies(sinks: Iterable[TensorSink], threads: int) -> DeviceCopies:
+def choose_device_copies(sinks: Iterable[TensorSink], threads: int) -> SyncCopies:
     """Return asynchronous copies if all CUDA destinations are on one GPU.
 
     Otherwise return synchronous copies.
     """
     devices = {memory.device for sink in sinks if (memory := sink.buffer.memory).device.type == "cuda"}
-    return AsyncGpuCopies(threads, devices.pop()) if len(devices) == 1 else DeviceCopies()
+    return AsyncGpuCopies(threads, devices.pop()) if len(devices) == 1 else SyncCopies()
 
 
 def _allocate_pinned(nbytes: int) -> memoryview:

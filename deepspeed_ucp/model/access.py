@@ -30,7 +30,7 @@ class ReadAccess:
         """List the ranks that can read a file, ascending; at least one."""
         return np.arange(ranks)
 
-    def find_blind(self, file: int) -> npt.NDArray[np.bool_] | None:
+    def find_excluded(self, file: int) -> npt.NDArray[np.bool_] | None:
         """Return for each rank whether it cannot read a file; None if all can."""
         return None
 
@@ -106,9 +106,9 @@ class PartialAccess(ReadAccess):
         return bits.astype(np.bool_)
 
     def list_readers(self, file: int, ranks: int) -> Ints:
-        return np.flatnonzero(~self.find_blind(file))
+        return np.flatnonzero(~self.find_excluded(file))
 
-    def find_blind(self, file: int) -> npt.NDArray[np.bool_]:
+    def find_excluded(self, file: int) -> npt.NDArray[np.bool_]:
         bits = np.unpackbits(self.seen[self.groups[file]])
         readers: npt.NDArray[np.bool_] = np.take(bits, self.views).view(np.bool_)
         return ~readers

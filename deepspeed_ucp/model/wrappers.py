@@ -100,7 +100,7 @@ class Wrapper:
         return bool(self.keys) and all(key in state for key in self.keys)
 
     @property
-    def tells_stage(self) -> bool:
+    def records_stage(self) -> bool:
         """True if its files contain ZeRO's stage; else only the ds_config does."""
         return len(self.stages) == 1 or ZERO_STAGE_KEY in self.keys
 
@@ -222,11 +222,11 @@ def find_live(optimizer: Any) -> Wrapper | None:
     return next((row for row in WRAPPERS.values() if row.live_class == kind), None)
 
 
-def list_foreseen(zero: int, precision: str) -> list[Wrapper]:
+def list_selectable(zero: int, precision: str) -> list[Wrapper]:
     """List the wrappers that a user can select at a ZeRO stage and in a precision."""
     return [row for row in WRAPPERS.values() if zero in row.stages and precision in row.precisions]
 
 
 def choose_wrapper(zero: int, precision: str, *, pipeline: bool) -> Wrapper:
     """Return the wrapper that DeepSpeed selects."""
-    return next(row for row in list_foreseen(zero, precision) if pipeline or zero not in row.by_pipelines)
+    return next(row for row in list_selectable(zero, precision) if pipeline or zero not in row.by_pipelines)

@@ -155,9 +155,9 @@ class Round:
         """
         size = len(self.served)
         is_active = [distance * self.exchanges // size == exchange for distance in range(size)]
-        far = (~same_node).tolist()
-        to = [far[peer] and is_active[(peer - rank) % size] for peer in range(size)]
-        by = [far[peer] and is_active[(rank - peer) % size] for peer in range(size)]
+        is_remote = (~same_node).tolist()
+        to = [is_remote[peer] and is_active[(peer - rank) % size] for peer in range(size)]
+        by = [is_remote[peer] and is_active[(rank - peer) % size] for peer in range(size)]
         return _keep(self.served, to), _keep(self.claims, by)
 
     def list_local_copies(self, same_node: SameNode) -> list[tuple[int, int, Read]]:
@@ -223,8 +223,8 @@ def make_owner_plan(
         low = number * blocks.block
         high = min(low + blocks.block, int(blocks.nbytes[record]))
         claims = claimed.get((record, number), [])
-        blind = blocks.access.find_blind(record) if claims else None
-        self_read, owner_read = _split(claims, low, min_direct, blind)
+        excluded = blocks.access.find_excluded(record) if claims else None
+        self_read, owner_read = _split(claims, low, min_direct, excluded)
         gaps = find_gaps(self_read, high, low)
         if owner_read:
             plan.serve_from_staging(record, gaps, owner_read, round_bytes, answers)
@@ -251,13 +251,13 @@ def _group(tables: Sequence[Table], block: int) -> dict[tuple[int, int], list[Co
 
 
 def _split(
-    claims: Sequence[CopyItem], begin: int, min_direct: int, blind: npt.NDArray[np.bool_] | None
+    claims: Sequence[CopyItem], begin: int, min_direct: int, excluded: npt.NDArray[np.bool_] | None
 ) -> tuple[list[Span], list[CopyItem]]:
     """Split claims on a block by their reader.
 
     Args:
         begin: first byte of the block.
-        blind: ranks that cannot read the block's file; None if all can.
+        excluded: ranks that cannot read the block's file; None if all can.
 
     Returns:
         The ranges that the claiming ranks read themselves, and the claims that the owner reads.
@@ -268,7 +268,7 @@ def _split(
     self_read, owner_read, end = [], [], begin
     for claim, follower in zip(claims, followers, strict=bool(claims)):
         is_separate = claim.offset >= end and (follower is None or follower >= claim.end)
-        sees = blind is None or not blind[claim.destination]
+        sees = excluded is None or not excluded[claim.destination]
         if sees and is_separate and claim.count == 1 and (alone or claim.run >= min_direct):
             self_read.append((claim.offset, claim.end))
         else:
@@ -313,8 +313,8 @@ class LoadPlan:
             answers: per rank, completed by this call.
         """
         staged = sum(high - low for low, high in gaps)
-        far = [not self.same_node[claim.destination] for claim in claims]
-        sent = sum(claim.nbytes for claim in compress(claims, far))
+        is_remote = [not self.same_node[claim.destination] for claim in claims]
+        sent = sum(claim.nbytes for claim in compress(claims, is_remote))
         if not self.rounds or max(self.rounds[-1].staged + staged, self.rounds[-1].sent_remote + sent) > round_bytes:
             self.rounds.append(Round.empty(len(answers)))
         last, shifts = self.rounds[-1], []

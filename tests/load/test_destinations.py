@@ -23,8 +23,8 @@ from deepspeed_ucp.load import destinations, transfer
 from deepspeed_ucp.load.destinations import (
     AsyncGpuCopies,
     Buffer,
-    DeviceCopies,
     FillPlan,
+    SyncCopies,
     TensorSink,
     choose_device_copies,
 )
@@ -288,7 +288,7 @@ def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sim
     """
     cuda, found = LateCuda([]), SimpleNamespace(most=request.param, made=[], locked=set(), emptied=[])
 
-    def choose(_sinks: object, threads: int) -> DeviceCopies:
+    def choose(_sinks: object, threads: int) -> SyncCopies:
         cuda.gpu = 1  # as DeepSpeed sets it in the thread that trains
         found.made.append(LateCopies(threads, request.param))
         return found.made[-1]  # type: ignore[no-any-return]
@@ -371,8 +371,8 @@ def test_page_locked_memory_is_not_a_power_of_two(threads: int, size: int, monke
     assert {piece.nbytes for piece in pieces} == {size}
 
 
-@pytest.mark.parametrize(("gpus", "kind"), [([1, 1], AsyncGpuCopies), ([0, 1], DeviceCopies), ([], DeviceCopies)])
-def test_copies_to_several_gpus_are_synchronous(gpus: list[int], kind: type[DeviceCopies]) -> None:
+@pytest.mark.parametrize(("gpus", "kind"), [([1, 1], AsyncGpuCopies), ([0, 1], SyncCopies), ([], SyncCopies)])
+def test_copies_to_several_gpus_are_synchronous(gpus: list[int], kind: type[SyncCopies]) -> None:
     devices = [torch.device("cpu"), *(torch.device("cuda", gpu) for gpu in gpus)]
     sinks: Any = [SimpleNamespace(buffer=SimpleNamespace(memory=SimpleNamespace(device=each))) for each in devices]
     chosen = choose_device_copies(sinks, 1)

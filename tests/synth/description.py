@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_ucp.model.wrappers import Form, Wrapper, find_wrapper, list_foreseen
+from deepspeed_ucp.model.wrappers import Form, Wrapper, find_wrapper, list_selectable
 
 from .stages import differs_by_stage, instance_names
 
@@ -200,7 +200,7 @@ class Topology:
     def kind(self) -> str:
         if self.wrapper:
             return self.wrapper
-        rows = list_foreseen(self.stage, str(self.dtype).removeprefix("torch."))
+        rows = list_selectable(self.stage, str(self.dtype).removeprefix("torch."))
         piped = [row for row in rows if self.stage in row.by_pipelines]
         kinds = [SHORT.get(row.name, row.name) for row in (self.pp > 1 and piped) or rows]
         return min(kinds, key=lambda kind: (kind != "unfused", kind == "bf16"))

@@ -103,7 +103,7 @@ def _count_ranks(experts: ExpertFiles, save: Save) -> int:
 
 def _join_rank(whole: SavedRank, part: SavedRank, holders: range | None) -> None:
     """Add a rank's parameters to its model-parallel rank, to other ranks only experts."""
-    same_lane = whole.tp == part.tp
+    same_lane = whole.tp_rank == part.tp_rank
     whole.shapes.update({name: shape for name, shape in part.shapes.items() if same_lane or is_expert(name)})
     flats, at = list(whole.flats), 0
     indices = {flat.names: index for index, flat in enumerate(flats)}

@@ -77,8 +77,8 @@ class SavedRank:
         unsharded: parameters that tensor-parallel ranks do not cut: they have one shard.
     """
 
-    pp: int = 0
-    tp: int = 0
+    pp_rank: int = 0
+    tp_rank: int = 0
     shapes: dict[str, Shape] = field(default_factory=dict)
     instances: Mapping[str, int] = field(default_factory=dict)
     empty: dict[str, Shape] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class SavedRank:
 
     def find_tp_shard(self, name: str, tp_shards: int) -> tuple[int, int]:
         """Return (number of the rank's shard of a parameter, number of shards)."""
-        return (0, 1) if name in self.unsharded else (self.tp, tp_shards)
+        return (0, 1) if name in self.unsharded else (self.tp_rank, tp_shards)
 
     def param(self, name: str) -> ParamKey:
         """Return the key of this stage's instance of a parameter."""
@@ -232,6 +232,13 @@ class Builder:
 
     Args:
         tp: tensor-parallel degree: the number of shards of each atom, except those with one shard.
+
+    Attributes:
+        ranks: model-parallel ranks, in the order of ``Save.models``.
+        instances, aliases, ambiguous, scalars, scalar_dtypes, irregular, unreadable, repeated: of the
+            :class:`~deepspeed_ucp.model.index.AtomicIndex`.
+        file_ids: file → its number in ``files``.
+        batches: optimizer files grouped by template.
     """
 
     def __init__(self, save: Save, tp: int = 1) -> None:
@@ -451,7 +458,7 @@ class Builder:
             CheckpointError: gaps, overlaps, or tensor-parallel ranks without their shard; one line for each.
         """
         faults: list[str] = []
-        empty = {(rank.param(n), rank.tp): shape for rank in self.ranks for n, shape in rank.empty.items()}
+        empty = {(rank.param(n), rank.tp_rank): shape for rank in self.ranks for n, shape in rank.empty.items()}
         for param, storages in self._storages.items():
             if not _needs_no_join(storages, self._tp_shards[param]):
                 self._storages[param] = []

@@ -58,7 +58,7 @@ def gather_save(where: FileTable, comm: Comm) -> tuple[Save | None, list[Finding
     try:
         save = Save.of(where)
     except (CheckpointError, UnsupportedError) as error:
-        return None, _explain_none(where.folder, error)
+        return None, _explain_unidentified(where.folder, error)
     results = ReadResults(where, comm)
     findings = _identify_together(results, save, comm)
     if not save.first:
@@ -160,12 +160,12 @@ def identify_save(save: Save, results: ReadResults) -> list[Finding]:
     except (CheckpointError, UnsupportedError) as error:
         save.first, save.extensions = [], []
         faults = [result for result in results.values() if isinstance(result, Finding)]
-        return faults or _explain_none(save.folder, error)
+        return faults or _explain_unidentified(save.folder, error)
     read = (results.get(name) for name in save.expected)
     return [result for result in read if isinstance(result, Finding)]
 
 
-def _explain_none(folder: str, error: UcpError) -> list[Finding]:
+def _explain_unidentified(folder: str, error: UcpError) -> list[Finding]:
     """Convert an identification's error to findings ``missing`` or ``unsupported``."""
     return [
         finding if finding.kind == "unsupported" else replace(finding, kind="missing")

@@ -42,7 +42,7 @@ def build_index(save: Save, naming: Naming) -> AtomicIndex:
     masters = (member.atom(MASTER) for group in groups for member in group.members)
     trained = next((atoms[key].dtype for key in masters if key in atoms), "float32")  # by a torch optimizer
     topology = Topology(
-        zero_stage=optim.stage if optim and wrapper.tells_stage else stage if optim or has_lost else 0,
+        zero_stage=optim.stage if optim and wrapper.records_stage else stage if optim or has_lost else 0,
         wrapper=wrapper.name,
         precision=precision,
         dp=save.dp if has_lost and stage else max(len(save.shards[0]), 1),

@@ -94,12 +94,12 @@ def _add_rank(builder: Builder, rank: SavedRank, shares: Sequence[Sequence[Group
         if not save.is_sharded:  # ZeRO rebuilds Adagrad with one group
             hypers.append({} if owner is None else drop_labels(first.groups[owner]))
         if save.is_sharded:
-            _check_partitions(save, rank.pp, index, group_shares)
-        for sizes, grouped in groupby(group_shares, partial(_measure, save, rank.pp, index)):
+            _check_partitions(save, rank.pp_rank, index, group_shares)
+        for sizes, grouped in groupby(group_shares, partial(_measure, save, rank.pp_rank, index)):
             alike = list(grouped)
             ranks = tuple(share.ranks for share in alike)
             if ranks not in holders:
-                shards = [save.shard(rank.pp, holder) for holder in chain(*ranks)]
+                shards = [save.shard(rank.pp_rank, holder) for holder in chain(*ranks)]
                 holders[ranks] = shards, select_files(builder.batches, shards)
             files = holders[ranks]
             layout, slices = _lay_out(save, files[0][0], index, alike[0].local, owner or 0, *sizes)
@@ -109,7 +109,7 @@ def _add_rank(builder: Builder, rank: SavedRank, shares: Sequence[Sequence[Group
                 rank.unsharded.update(share.shapes if share.unsharded else ())
                 members[buffer.group] += map(rank.param, share.shapes)
                 flats.append(replace(buffer, ranks=share.ranks if share.named else None))
-            if not (alike[0].unsharded and rank.tp):
+            if not (alike[0].unsharded and rank.tp_rank):
                 wholes = [replace(buffer, names=(*share.shapes,)) for share, buffer in zip(alike, buffers, strict=True)]
                 _BufferAdder(builder, rank, *files, slices, index, wholes).add()
     rank.flats = tuple(flats)
