@@ -32,13 +32,9 @@ def few(values: Sequence[Any], count: int) -> list[Any]:
     return [values[len(values) * number // count] for number in range(count)]
 
 
-def cover(*factors: Sequence[Any], strength: int = 2, where: Callable[..., bool] = lambda *_: True) -> list[Row]:
-    """Return rows in which every `strength` factors take all their combinations; deterministic and greedy.
-
-    Args:
-        where: returns True for valid combinations of all factors.
-    """
-    rows = [row for row in product(*(range(len(factor)) for factor in factors)) if where(*pick(factors, row))]
+def cover(*factors: Sequence[Any], strength: int = 2) -> list[Row]:
+    """Return rows in which every `strength` factors take all their combinations; deterministic and greedy."""
+    rows = list(product(*(range(len(factor)) for factor in factors)))
     columns = list(combinations(range(len(factors)), min(strength, len(factors))))
 
     def bring(row: tuple[int, ...]) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -49,12 +45,8 @@ def cover(*factors: Sequence[Any], strength: int = 2, where: Callable[..., bool]
     while missing:
         best = max(rows, key=lambda row: len(bring(row) & missing))
         missing -= bring(best)
-        found.append(pick(factors, best))
+        found.append(tuple(factor[index] for factor, index in zip(factors, best, strict=True)))
     return found
-
-
-def pick(factors: Sequence[Sequence[Any]], row: Iterable[int]) -> Row:
-    return tuple(factor[index] for factor, index in zip(factors, row, strict=True))
 
 
 def turns(first: Sequence[Any], second: Sequence[Any], count: int) -> list[Row]:
