@@ -93,22 +93,19 @@ def test_weights_next_to_tags_are_not_listed(tmp_path: Path, run_json: Any, capl
         find_checkpoint(str(tmp_path / "checkpoint-8"))
 
 
-def test_an_invalid_latest_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save(tmp_path, 1)
+def test_damaged_pointers_are_reported_next_to_other_tags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tag = save(tmp_path, 1)
     (tmp_path / "latest").write_text("")
     assert main(["list", str(tmp_path)]) == 0
     printed = capsys.readouterr()
     assert "latest is empty" in printed.err and "; a resume fails: " in printed.out.splitlines()[0]
-
-
-def test_list_shows_other_tags_next_to_a_damaged_pointer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save(tmp_path, 1)
+    (tmp_path / "latest").write_text(tag.name)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / PUBLISHED).write_text("{")
     assert main(["list", str(tmp_path)]) == 1
-    printed = capsys.readouterr().out
-    assert "2 checkpoints, 1 not complete; a resume takes " in printed
-    assert f"broken: {PUBLISHED}: is no valid JSON" in printed
+    printed_now = capsys.readouterr().out
+    assert "2 checkpoints, 1 not complete; a resume takes " in printed_now
+    assert f"broken: {PUBLISHED}: is no valid JSON" in printed_now
 
 
 def test_list_shows_the_tags_of_a_store(tmp_path: Path, run_json: Any) -> None:
