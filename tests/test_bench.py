@@ -128,15 +128,6 @@ def test_names_of_cases_are_unique_in_a_section(bench: Any) -> None:
     assert bench.run.README_ROWS.keys() <= {case.name for each in bench.cases.SECTIONS for case in each.cases}
 
 
-def test_a_part_of_a_page_is_replaced_or_appended(bench: Any) -> None:
-    put = bench.report.put_part
-    page = put("# Page\n\nText.\n", "one", "old")
-    page = put(page, "two", "more")
-    assert put(page, "one", "new") == (
-        "# Page\n\nText.\n\n<!-- one -->\n\nnew\n\n<!-- end of one -->\n\n<!-- two -->\n\nmore\n\n<!-- end of two -->\n"
-    )
-
-
 def test_stalls_are_compared_with_those_of_other_cases_in_the_same_round(bench: Any) -> None:
     figures = {"stall": 0.25, "copy": 0.2, "deepspeed": 3.0, "torch": 0.5, "durable": 2.0, "cp": 1.6}
     figures |= {"extra": 3 << 20, "writer": 40 << 20}

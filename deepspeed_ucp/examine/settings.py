@@ -9,7 +9,7 @@ from ..errors import ConfigError
 from ..io.interface import explain_failure
 from ..io.store import read_small
 from ..model.index import AtomicIndex
-from .values import ABSENT, ValueDifference, describe_value, is_same, join_alike
+from .values import ABSENT, ValueDifference, describe_value, differ_in_keys, is_same, join_alike
 
 AUTO = "auto"
 """Value that a trainer replaces; a save has the replaced value."""
@@ -35,12 +35,8 @@ def read_config(path: str) -> dict[str, Any]:
 
 def compare_configs(left: Mapping[str, Any], right: Mapping[str, Any]) -> tuple[list[ValueDifference], list[str]]:
     """Compare two ds_configs by path; return differences and notes."""
-    sides = dict(_flatten(left)), dict(_flatten(right))
     differences, notes = [], []
-    for path in dict.fromkeys((*sides[0], *sides[1])):
-        values = [side.get(path, ABSENT) for side in sides]
-        if is_same(*values):
-            continue
+    for path, *values in differ_in_keys(dict(_flatten(left)), dict(_flatten(right))):
         a, b = (describe_value(path, value) for value in values)
         if AUTO in values:
             notes.append(f"ds_config {path}: {a}, {b}; a trainer replaces {AUTO}")

@@ -82,7 +82,7 @@ def compare_values(
                 continue  # missing parameters are reported elsewhere, and some files keep no hyper-parameters
             differences += [
                 ValueDifference(section, *candidate, (str(param),))
-                for candidate in _differ_in_keys(mine[param], partner)
+                for candidate in differ_in_keys(mine[param], partner)
             ]
     return join_alike(differences)
 
@@ -108,7 +108,7 @@ def compare_runs(left: AtomicIndex, right: AtomicIndex) -> tuple[list[ValueDiffe
     differences = [
         ValueDifference(section, key, a, b)
         for section, mine, theirs in sections
-        for key, a, b in _differ_in_keys(mine, theirs)
+        for key, a, b in differ_in_keys(mine, theirs)
         if key not in TOPOLOGY
     ]
     kept = [("A", _list_hyper(left)), ("B", _list_hyper(right))]
@@ -143,7 +143,8 @@ def is_same(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-def _differ_in_keys(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def differ_in_keys(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (key, value of A, value of B) for each difference; ``ABSENT`` if missing."""
     for key in dict.fromkeys((*left, *right)):
         a, b = left.get(key, ABSENT), right.get(key, ABSENT)
         if not is_same(a, b):

@@ -178,9 +178,8 @@ def _holds_state(name: str) -> bool:
 
 def _is_opened(name: str) -> bool:
     """Return True for files that opening a checkpoint reads."""
-    if is_foreign(name):
-        return True
-    return read_swap_name(name) is not None or ("/" not in name and (is_state_file(name) or not _holds_state(name)))
+    is_main = "/" not in name and (is_state_file(name) or not _holds_state(name))
+    return is_foreign(name) or read_swap_name(name) is not None or is_main
 
 
 def share_files(where: FileTable, comm: Comm) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,7 @@ TENSOR = Topology(2, 2, "bf16", tp=2)
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Topology], Path]:
-    made: dict[str, Path] = {}
-
-    def get(topology: Topology) -> Path:
-        if topology.label not in made:
-            made[topology.label] = write_sample(tmp_path_factory.mktemp(topology.label), topology)
-        return made[topology.label]
-
-    return get
+    return cache(lambda topology: write_sample(tmp_path_factory.mktemp(topology.label), topology))
 
 
 @pytest.mark.parametrize("topology", [ZERO1, ZERO3, TENSOR, THREE_D], ids=lambda t: t.label)

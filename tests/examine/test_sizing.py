@@ -55,13 +55,6 @@ def test_estimated_bytes_equal_file_sizes(stage: int, precision: str, tmp_path: 
     assert run == {**memory, "total": sum(memory.values()), **disk}
 
 
-def test_pipelines_and_tensor_parallel_ranks_share_the_model() -> None:
-    found = estimate_run(8000, Degrees(2, 2, 2, zero=1, wrapper="zero12", precision="bfloat16"), 0)
-    assert found["weights"] == found["gradients"] == 2 * 2000
-    assert (found["masters"], found["states"]) == (4 * 1000, 0)
-    assert (found["checkpoint"], found["files"]) == (6 * 8000, 4 + 8)
-
-
 @pytest.mark.parametrize(
     ("degrees", "per_node", "node"),
     [
