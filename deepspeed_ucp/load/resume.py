@@ -1,4 +1,20 @@
-"""A resume, in place of ``engine.load_checkpoint``; see docs/design.md."""
+"""A resume, in place of ``engine.load_checkpoint`` (docs/design.md explains the terms).
+
+All ranks take these steps together; an error of one rank becomes the same error on all.
+
+1. ``tags.find_tag``: find the tag to load on any node and in any place.
+2. ``choice.inspect_engine``: describe the live engine (``engine.base.Target``).
+3. ``formats.open.survey_checkpoint``: list the files, and identify the save by its first headers.
+4. Read each other header on one rank, exchange them, and build the ``AtomicIndex``.
+5. ``choice.choose_loader``: compare both; in a known unchanged topology DeepSpeed's own load runs, and all is done.
+6. ``direct.load_direct``: let extensions refuse the load, and read the client state.
+7. ``prepare.prepare``: match parameters and param groups, settle their patterns, and list this rank's wants.
+8. ``transfer.negotiate``: turn wants into claims, and let the owners of the blocks plan the reads.
+9. ``Transfer.read``: read everything once, and fill memory that may still change without harm.
+10. ``Transfer.verify``: compare checksums and replicas. Until here every change can be undone.
+11. ``Transfer.fill``: fill the engine's memory, and make the 16-bit copies from the masters.
+12. ``direct._finish``: attach optimizer states, and restore counters and hyper-parameters.
+"""
 
 from __future__ import annotations
 
