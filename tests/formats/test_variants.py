@@ -148,6 +148,7 @@ def test_compression_errors_and_states_of_other_sizes_are_irregular(padding: int
         for state in find_states(tree)["state"].values():
             state |= {"scale": scale, "fixed": math.nan}
             state |= {"worker_error": torch.zeros(len(state["exp_avg"]) + padding), "row": torch.zeros(3)}
+            state |= {"late": 1.0} if math.isnan(scale) else {}
         find_states(tree)["state"] |= {"common": {"rho": 1.0}, "empty": {}}
         find_states(tree)["slow_state"] = {0: torch.ones(3)}
     index = open_files(tmp_path, files)
@@ -158,6 +159,7 @@ def test_compression_errors_and_states_of_other_sizes_are_irregular(padding: int
     message = "a number that differs between ranks, 1.0 on one and nan on another"
     assert index.irregular[AtomKey("a", "scale")] == message
     assert AtomKey("a", "fixed") not in index.irregular
+    assert index.irregular[AtomKey("b", "late")] == "a number that only some of its ranks have"
     for common in ("common", "slow_state"):  # keys of the whole optimizer
         assert index.irregular[AtomKey("a", common)] == "a dict of 2 parts"
     assert AtomKey("a", "empty") not in index.irregular

@@ -421,22 +421,27 @@ class Builder:
         return elementwise
 
     def add_scalars(self, param: ParamKey, scalars: dict[str, Any], header: FileHeader) -> None:
-        """Add a parameter's scalars. Different steps raise; others become irregular."""
-        known = self.scalars.setdefault(param, scalars)
-        if known is scalars:
+        """Add a parameter's scalars. Different steps raise; other differences are irregular."""
+        known = self.scalars.get(param)
+        if not known:  # ranks without states of the parameter have no scalars
+            self.scalars[param] = scalars
+        elif scalars and known is not scalars:
+            for key in known.keys() ^ scalars.keys():
+                self.irregular.setdefault(param.atom(key), "a number that only some of its ranks have")
+            for key in known.keys() & scalars.keys():
+                self._compare_scalar(param, key, known[key], scalars[key], header)
+
+    def _compare_scalar(self, param: ParamKey, key: str, known: Any, value: Any, header: FileHeader) -> None:
+        if known == value or (known != known and value != value):
             return
-        for key, value in scalars.items():
-            if key not in known or known[key] == value or (known[key] != known[key] and value != value):
-                continue
-            if key != "step":
-                difference = f"a number that differs between ranks, {known[key]} on one and {value} on another"
-                self.irregular.setdefault(param.atom(key), difference)
-            else:
-                raise CheckpointError(
-                    f"{param} has {key} {value}, other files of this checkpoint have "
-                    f"{known[key]}. The file belongs to another step or run; put the right one back.",
-                    path=self.save.path(header),
-                )
+        if key == "step":
+            raise CheckpointError(
+                f"{param} has {key} {value}, other files of this checkpoint have "
+                f"{known}. The file belongs to another step or run; put the right one back.",
+                path=self.save.path(header),
+            )
+        difference = f"a number that differs between ranks, {known} on one and {value} on another"
+        self.irregular.setdefault(param.atom(key), difference)
 
     def renumber_instances(self) -> list[str]:
         """Number the instances consecutively; return the parameters with missing ones."""
