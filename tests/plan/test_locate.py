@@ -137,27 +137,6 @@ def draw_blocks(draw: st.DrawFn, whole: np.ndarray, records: list[np.ndarray]) -
 
 
 @given(data=st.data())
-def test_runs_of_blocks_cover_their_elements(data: st.DataObject) -> None:
-    shape = tuple(data.draw(st.lists(st.integers(1, 4), max_size=4)))
-    elements, records = np.arange(int(np.prod(shape))).reshape(shape), list[np.ndarray]()
-    storage = draw_blocks(data.draw, elements, records)
-    atom = Atom.of("w", "fp32", [(shape, storage)])
-    low, high = sorted(data.draw(st.tuples(*[st.integers(0, elements.size)] * 2)))
-    position = None
-    for run in storage.find(0, low, high):
-        src = run.offset // 4
-        assert records[run.record][src : src + run.numel].tolist() == [*range(run.start, run.start + run.numel)]
-        assert position in (None, run.start)
-        position = run.start + run.numel
-    assert low == high or position >= high
-    memory = np.full(elements.size, -1)
-    for _, _, dst in moves(locate(Want(atom, low, high - low))):
-        memory[dst] += 1
-    assert memory.tolist() == [*[0] * (high - low), *[-1] * (elements.size - high + low)]
-    assert sum(block.numel for block in storage.fragments) == elements.size
-
-
-@given(data=st.data())
 def test_rows_of_blocks_are_blocks(data: st.DataObject) -> None:
     """A slice of the first dimension, with or without that dimension, is in blocks; other parts are not."""
     shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))

@@ -42,17 +42,16 @@ def follow(runs: Sequence[Run], source: np.ndarray, target: np.ndarray, writes: 
             writes[dst : dst + run.width] += 1
 
 
-def reshard(source: Layout, shards: Sequence[np.ndarray], target: Layout) -> list[np.ndarray]:
-    """Build the target's shards from the source's; check that each element is written exactly once."""
-    shards_of_target = []
-    for rank, local in enumerate(target.local_shapes):
-        values = np.full(int(np.prod(local, dtype=np.int64)), -1)
-        writes = np.zeros(values.size, dtype=np.int64)
+def check_reshard(source: Layout, shards: Sequence[np.ndarray], target: Layout, expected: Sequence[Any]) -> None:
+    """Build the target's shards from the source's, and compare; each element is written exactly once."""
+    for rank, wanted in enumerate(expected):
+        values, writes = np.full(wanted.size, -1), np.zeros(wanted.size, dtype=np.int64)
         for src_rank in [0] if source.replicated else range(len(shards)):
-            follow(copy_runs(source, src_rank, target, rank, 0, values.size), shards[src_rank], values, writes)
+            runs = copy_runs(source, src_rank, target, rank, 0, values.size)
+            follow(runs, shards[src_rank].reshape(-1), values, writes)
         assert (writes == 1).all()
-        shards_of_target.append(values)
-    return shards_of_target
+        np.testing.assert_array_equal(values, wanted.reshape(-1))
+    assert len(expected) == len(target.shards)
 
 
 def settle(*args: Any, **options: Any) -> settling.Settled:

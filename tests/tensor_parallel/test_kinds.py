@@ -20,14 +20,13 @@ from deepspeed_ucp.tensor_parallel.kinds import (
     ShardNC,
     ShardV,
     Unique,
-    check_shapes,
 )
-from deepspeed_ucp.tensor_parallel.layout import Layout, find_faults, stack, whole
+from deepspeed_ucp.tensor_parallel.layout import Layout, find_faults, whole
 from deepspeed_ucp.tensor_parallel.metadata import Mapped, Viewed, generalise
 from deepspeed_ucp.tensor_parallel.recorded import from_recorded, read_pattern, record_pattern
 from tests.support.reshard import examples
 
-from .shards import cut_array, draw_widths, reshard, settle
+from .shards import check_reshard, cut_array, draw_widths, settle
 
 small = st.integers(1, 4)
 
@@ -105,10 +104,8 @@ def test_the_shards_of_every_pattern_join_to_the_whole(case):
     assert find_faults(layout) == []
     for got, expected in zip(cut_array(layout, array), shards, strict=True):
         np.testing.assert_array_equal(got, expected.reshape(-1))
-    (joined,) = reshard(layout, [shard.reshape(-1) for shard in shards], whole(array.shape))
-    np.testing.assert_array_equal(joined, array.reshape(-1))
-    for got, expected in zip(reshard(whole(array.shape), [array.reshape(-1)], layout), shards, strict=True):
-        np.testing.assert_array_equal(got, expected.reshape(-1))
+    check_reshard(layout, shards, whole(array.shape), [array])
+    check_reshard(whole(array.shape), [array], layout, shards)
 
 
 def test_recorded_widths_apply_only_to_their_degree():
@@ -169,26 +166,6 @@ def test_shapes_that_contradict_the_pattern_are_refused(pattern, method, args, m
 
 
 @pytest.mark.parametrize(
-    ("source", "message"),
-    [((9, 2), "original_vocab_size"), ((8, 3), r"logical shape \(8, 3\) in the checkpoint, \(8, 2\) in the model")],
-)
-def test_logical_shapes_that_differ_are_refused(source, message):
-    with pytest.raises(MismatchError, match=message):
-        check_shapes(source, (8, 2), vocab=None)
-
-
-def test_a_pattern_keeps_unchanged_shards():
-    assert SameShards().join([(2, 3), (1, 3)]) == stack([(2, 3), (1, 3)])
-    assert SameShards().join([(2, 3)]) == whole((2, 3))
-
-
-def test_a_partial_pattern_is_replicated_in_the_target():
-    assert Partial().join([(2,), (2,)]).mean
-    assert not Partial().join([(2,)]).mean
-    assert not Replicate().join([(2,), (2,)]).mean
-
-
-@pytest.mark.parametrize(
     ("pattern", "shape", "degree", "local"),
     [
         (ShardV(), (12, 5), 4, (3, 5)),
@@ -236,11 +213,8 @@ PATTERNS: list[Pattern] = [
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: str(pattern)[:60])
 def test_every_recorded_pattern_is_restored_unchanged(pattern: Pattern) -> None:
     """JSON turns tuples into lists."""
-    recorded = record_pattern(pattern)
-    assert read_pattern(recorded) == pattern
-    again = read_pattern(json.loads(json.dumps(recorded)))
-    assert again == pattern
-    assert hash(again) == hash(pattern)
+    again = read_pattern(json.loads(json.dumps(record_pattern(pattern))))
+    assert (again, hash(again)) == (pattern, hash(pattern))
 
 
 @pytest.mark.parametrize(
@@ -254,54 +228,17 @@ def test_every_recorded_pattern_is_restored_unchanged(pattern: Pattern) -> None:
         {"kind": "shard-nc", "parts": 3},
         {"kind": "mapped", "layout": [], "general": {"kind": "spiral"}},
     ],
-    ids=["nothing", "unknown", "field", "layout", "text", "number", "general"],
+    ids=str,
 )
 def test_malformed_recorded_patterns_are_refused(recorded: dict[str, object]) -> None:
     with pytest.raises(MismatchError, match="recorded pattern"):
         read_pattern(recorded)
 
 
-def test_recorded_patterns_cut_whole_tensors() -> None:
-    recorded = {
-        "qkv": record_pattern(ShardNC(parts=(24, 12, 12), sized=True)),
-        "row": record_pattern(ShardH()),
-        "norm": record_pattern(Replicate()),
-        "mean": record_pattern(Partial()),
-        "grid": record_pattern(Viewed((2, -1), 1, 1)),
-    }
-    source = {"qkv": ((48, 5),), "row": ((5, 12),), "norm": ((7,),), "mean": ((7,),), "grid": ((2, 8),)}
-    target = {
-        "qkv": ((12, 5),) * 4,
-        "row": ((5, 3),) * 4,
-        "norm": ((7,),) * 4,
-        "mean": ((7,),) * 4,
-        "grid": ((2, 2),) * 4,
-    }
-    settled = settle(sorted(source), source, target, [from_recorded(recorded)])
-    assert settled.origin == dict.fromkeys(source, "the atomic checkpoint's manifest")
-    have, want = settled.layouts["qkv"]
-    assert have.shape == want.shape == (48, 5)
-    assert want.shards[1][0] == ((6, 12), (27, 30), (39, 42))
-    assert settled.layouts["norm"][1].replicated
-    assert not settled.layouts["mean"][0].mean
-
-
-def test_a_recorded_vocabulary_pattern_allows_another_padding() -> None:
-    """This holds even if neither side is cut."""
-    recorded = {"word": record_pattern(ShardV(vocab=11))}
-    for shapes in (((12, 4),), ((8, 4), (8, 4))):
-        settled = settle(["word"], {"word": ((18, 4),)}, {"word": shapes}, [from_recorded(recorded)])
-        have, want = settled.layouts["word"]
-        assert (have.shape[0], want.shape[0]) == (18, sum(shape[0] for shape in shapes))
-
-
-def test_whole_tensors_record_no_rules() -> None:
+def test_whole_tensors_record_no_rules_and_unused_rules_are_not_reported() -> None:
+    """A model may have fewer layers than the checkpoint in a lenient load."""
     rules = from_recorded({"w": record_pattern(Unique()), "v": record_pattern(SameShards())})
     assert not rules.literal
     with pytest.raises(MismatchError, match=r"How tensor parallelism cuts .* w: \(4, 4\) on 1 rank"):
         settle(["w"], {"w": ((4, 4),)}, {"w": ((2, 4), (2, 4))}, [rules])
-
-
-def test_unused_recorded_patterns_are_not_reported() -> None:
-    """A model may have fewer layers than the checkpoint in a lenient load."""
     assert from_recorded({"w": record_pattern(ShardV())}).find_unused(["other"]) == []

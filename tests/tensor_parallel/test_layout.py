@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
+from math import prod
 
 import numpy as np
 import pytest
@@ -19,13 +20,12 @@ from deepspeed_ucp.tensor_parallel.layout import (
     copy_runs,
     find_faults,
     measure,
-    restrict_source,
     stack,
     whole,
 )
 from tests.support.reshard import examples
 
-from .shards import cut_array, follow, reshard
+from .shards import check_reshard, cut_array, follow
 
 
 @st.composite
@@ -50,30 +50,16 @@ def layouts(draw, view):
     return Layout(tuple(view), tuple(view), shards, local)
 
 
-views = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
-
-
-@st.composite
-def pairs(draw):
-    view = draw(views)
-    return draw(layouts(view)), draw(layouts(view))
-
-
-def numel(layout):
-    return int(np.prod(layout.shape, dtype=np.int64))
-
-
-@given(pairs(), st.data())
+@given(st.lists(st.integers(1, 6), max_size=4).map(tuple), st.data())
 @examples(600)
-def test_runs_copy_any_layout_into_any_other(pair, data):
+def test_runs_copy_any_layout_into_any_other(view, data):
     """Copies of whole shards, the whole tensor, and a range of a shard write each element once."""
-    source, target = pair
+    source, target = data.draw(layouts(view)), data.draw(layouts(view))
     assert find_faults(source) == []
-    values = np.random.default_rng(0).permutation(numel(source))
+    values = np.random.default_rng(0).permutation(prod(view))
     shards, expected = cut_array(source, values), cut_array(target, values)
-    for layout, wanted in ((target, expected), (whole(source.shape), [values])):
-        for got, each in zip(reshard(source, shards, layout), wanted, strict=True):
-            np.testing.assert_array_equal(got, each)
+    check_reshard(source, shards, target, expected)
+    check_reshard(source, shards, whole(view), [values])
     rank = data.draw(st.integers(0, len(target.shards) - 1))
     size = expected[rank].size
     low, high = sorted((data.draw(st.integers(0, size)), data.draw(st.integers(0, size))))
@@ -84,42 +70,15 @@ def test_runs_copy_any_layout_into_any_other(pair, data):
     np.testing.assert_array_equal(got[low:high], expected[rank][low:high])
 
 
-@given(pairs(), st.data())
+@given(st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4)), st.booleans(), st.data())
 @examples(600)
-def test_runs_of_a_range_of_a_source_shard(pair, data):
-    source, target = pair
-    shard = cut_array(source, np.arange(numel(source)))[0]
-    size = target.local_shapes[0]
-    runs = copy_runs(source, 0, target, 0, 0, int(np.prod(size, dtype=np.int64)))
-    cut = data.draw(st.integers(0, shard.size))
-    blank = np.full(int(np.prod(size, dtype=np.int64)), -1)
-    expected, got, writes = blank.copy(), blank.copy(), np.zeros_like(blank)
-    follow(runs, shard, expected, np.zeros_like(blank))
-    for low, high in ((0, cut), (cut, shard.size)):
-        for run in runs:
-            parts = restrict_source(run, low, high)
-            assert len(parts) <= 3
-            assert all(low <= p.src and p.src + (p.count - 1) * p.src_step + p.width <= high for p in parts)
-            follow(parts, shard, got, writes)
-    np.testing.assert_array_equal(got, expected)
-    assert writes.max(initial=0) <= 1
-
-
-@given(st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4)), st.sampled_from([(0, 1), (1, 2)]), st.data())
-@examples(600)
-def test_layouts_with_different_views_of_a_tensor_are_compatible(view, joined, data):
+def test_layouts_with_different_views_of_a_tensor_are_compatible(view, first, data):
     """(a, b, c) and the same elements as (a * b, c) or (a, b * c), whole or cut along a common axis."""
-    fine = data.draw(layouts(view))
-    coarse_view = tuple(
-        np.multiply.reduce(part) for part in ((view[:2], view[2:]) if joined == (0, 1) else (view[:1], view[1:]))
-    )
-    coarse_view = tuple(int(size) for size in coarse_view)
-    coarse = dataclasses.replace(whole(coarse_view), shape=fine.shape, local_shapes=(fine.shape,))
-    values = np.arange(numel(fine))
-    (made,) = reshard(fine, cut_array(fine, values), coarse)
-    np.testing.assert_array_equal(made, values)
-    for got, expected in zip(reshard(coarse, [values], fine), cut_array(fine, values), strict=True):
-        np.testing.assert_array_equal(got, expected)
+    fine, values = data.draw(layouts(view)), np.arange(prod(view))
+    coarse = whole((view[0] * view[1], view[2]) if first else (view[0], view[1] * view[2]))
+    coarse = dataclasses.replace(coarse, shape=fine.shape, local_shapes=(fine.shape,))
+    check_reshard(fine, cut_array(fine, values), coarse, [values])
+    check_reshard(coarse, [values], fine, cut_array(fine, values))
 
 
 def test_incompatible_views_are_refused():
@@ -172,30 +131,6 @@ def test_the_time_to_find_runs_does_not_depend_on_the_elements():
     for low in range(0, size, size // 500):
         copy_runs(source, 1, target, 0, low, low + size // 500)
     assert time.process_time() - start < 2.0
-
-
-@pytest.mark.parametrize(
-    ("src", "dst", "runs"),
-    [
-        (0, 0, [(0, 0, 1), (2, 2, 1)]),
-        (0, 1, [(3, 0, 1)]),
-        (1, 0, []),
-        (1, 1, [(2, 1, 3)]),
-    ],
-    ids=str,
-)
-def test_only_claimed_elements_are_copied(src: int, dst: int, runs: list[tuple[int, int, int]]) -> None:
-    """Shards of elements 0-4 and 2-7 claim 0, 2, 3 and 4, 5, 6; elements 1 and 7 are not claimed."""
-
-    def shard(*intervals: tuple[int, int]) -> tuple[tuple[tuple[int, int], ...]]:
-        return (intervals,)
-
-    claims = shard((0, 1), (2, 4)), shard((1, 1), (4, 7))
-    source = Layout((8,), (8,), (shard((0, 5)), shard((2, 8))), ((5,), (6,)), claims=claims)
-    target = Layout((8,), (8,), (shard((0, 3)), shard((3, 8))), ((3,), (5,)))
-    found = copy_runs(source, src, target, dst, 0, (3, 5)[dst])
-    assert [(run.src, run.dst, run.width) for run in found] == runs
-    assert all(run.count == 1 for run in found)
 
 
 def test_views_whose_axes_all_differ_are_aligned() -> None:
