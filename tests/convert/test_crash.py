@@ -8,7 +8,6 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from deepspeed_ucp.errors import StorageError
 from deepspeed_ucp.export.safetensors import export_safetensors
 from deepspeed_ucp.export.tensors import ExportOptions
 from deepspeed_ucp.formats import open_checkpoint
-from tests.convert.conversions import TOPOLOGY, convert, read_bytes, write_source
+from tests.convert.conversions import convert, read_bytes, write_source
 from tests.convert.converting import use_small_ranges
 from tests.support.covering import stride
 from tests.support.crash import failing, intercept, list_calls, list_writes, run_child, run_dying
@@ -197,43 +196,6 @@ def test_too_little_room_is_an_error_before_the_first_byte(
 
 
 # -- existing outputs --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["zero/layer.bias/exp_avg.pt", "mp_rank_00_model_states.pt", "ucp_manifest.json"])
-@pytest.mark.parametrize("damage", ["removed", "shortened"])
-def test_an_incomplete_output_is_not_reused(
-    damage: str, name: str, place: Callable[[object], Path], expected: Any
-) -> None:
-    root = place("root")
-    convert(root)
-    path = root / DST / name
-    path.unlink() if damage == "removed" else os.truncate(path, 100)
-    with pytest.raises(StorageError, match="--overwrite"):
-        convert(root)
-    convert(root, overwrite=True)
-    assert read_bytes(root / DST) == expected
-
-
-WRONG = {"pattern": "shard-nc", "parts": [10, 20]}
-RIGHT = {"pattern": "shard-v"}
-
-
-def make_rules(kind: dict[str, Any]) -> dict[str, Any]:
-    """Make rules with one of two patterns that give equal shapes and different bytes."""
-    return {"rules": [{"match": r"layer\.weight", **kind}, {"match": ".*(bias|norm.weight)", "pattern": "replicate"}]}
-
-
-def test_an_output_by_other_patterns_is_not_reused(tmp_path: Path) -> None:
-    """For example, the user has corrected a rule."""
-    write_source(tmp_path, topology=replace(TOPOLOGY, tp=2))
-    convert(tmp_path, patterns=make_rules(WRONG))
-    with pytest.raises(StorageError, match="--overwrite"):
-        convert(tmp_path, patterns=make_rules(RIGHT))
-    assert convert(tmp_path, patterns=make_rules(WRONG)).reused
-    old = read_bytes(tmp_path / DST)["zero/layer.weight/fp32.pt"]
-    assert not convert(tmp_path, patterns=make_rules(RIGHT), overwrite=True).reused
-    new = read_bytes(tmp_path / DST)["zero/layer.weight/fp32.pt"]
-    assert (len(old), old != new) == (len(new), True)
 
 
 def test_a_save_converted_in_place_is_never_replaced(place: Callable[[object], Path], source: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import zlib
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
@@ -23,6 +24,7 @@ from deepspeed_ucp.convert.outputs import check_paths, list_steps
 from deepspeed_ucp.convert.states import write_states
 from deepspeed_ucp.errors import CheckpointError, StorageError, UcpError, UnsupportedError
 from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.io.staging import MANIFEST
 from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.storage import MASTER, AtomKey, ParamKey
 from deepspeed_ucp.plan.conversion import Range
@@ -34,7 +36,16 @@ from tests.support.conversion import convert_checkpoint
 from tests.support.damage import flip_bit, write_checksums
 from tests.support.ranks import run_ranks
 from tests.support.reshard import examples, temporary_folder
-from tests.support.reshard3d import SavedRun, draw_state, make_pipeline, make_plain, open_run, rules_of, trips
+from tests.support.reshard3d import (
+    SavedRun,
+    draw_state,
+    make_config,
+    make_pipeline,
+    make_plain,
+    open_run,
+    rules_of,
+    trips,
+)
 from tests.support.wholes import check_atoms
 from tests.synth import Model, Param, Run, Topology, random_state, write_checkpoint
 
@@ -105,11 +116,10 @@ def test_torch_loads_the_files(tmp_path: Path) -> None:
     assert torch.equal(torch.as_tensor(step), torch.as_tensor(saved_run.state.scalars["body.row"]["step"]))
 
 
-def convert_tag(folder: Path, tag: str = "tag", to: str | None = None, **options: Any) -> Any:
+def convert_tag(folder: Path, tag: str = "tag", to: str | None = None, patterns: Any = None, **options: Any) -> Any:
     """Convert a tag, by default to ``TAG_universal``."""
-    return convert_checkpoint(
-        str(folder / tag), str(folder / to) if to else None, options=ConvertOptions(**{"workers": 1, **options})
-    )
+    destination, chosen = str(folder / to) if to else None, ConvertOptions(**{"workers": 1, **options})
+    return convert_checkpoint(str(folder / tag), destination, patterns=patterns, options=chosen)
 
 
 def test_an_output_of_the_same_source_is_reused(tmp_path: Path) -> None:
@@ -125,26 +135,59 @@ def test_an_output_of_the_same_source_is_reused(tmp_path: Path) -> None:
     assert (tmp_path / "latest_universal").read_text() == "tag_universal"
 
 
+def save(tag: str, seed: int = 1) -> Callable[[Path], object]:
+    return lambda folder: make_source(2, seed=seed).write(folder / tag)
+
+
+def save_atomic(folder: Path) -> None:
+    save("plain")(folder)
+    convert_tag(folder, "plain", "tag1", PATTERNS)
+
+
+def keep(folder: Path) -> None:
+    pass
+
+
+PATTERNS: Any = make_config(make_source().model).patterns
+PATTERNS["rules"].append({"match": r".*\.count", "pattern": "replicate"})  # which only checksums show
+WRONG_RULES = [{**rule, "parts": [12, 24, 12]} if "qkv" in rule["match"] else rule for rule in PATTERNS["rules"]]
+ATOM, STATES = Path("out/zero/body.row/exp_avg.pt"), Path("out/mp_rank_00_model_states.pt")
+NOT_REUSED: dict[str, tuple[dict[str, Any], Callable[[Path], object], dict[str, Any]]] = {
+    "another tag": ({}, save("tag1"), {"tag": "tag1"}),
+    "an atomic source": ({}, save_atomic, {"tag": "tag1"}),
+    "saved again": ({}, save("tag"), {}),
+    "saved again without checksums": ({}, save("tag"), {}),
+    "not verified": ({"verify": False}, keep, {}),
+    "corrected patterns": ({"patterns": {**PATTERNS, "rules": WRONG_RULES}}, keep, {}),
+    "no atom": ({}, lambda folder: (folder / ATOM).unlink(), {}),
+    "no states": ({}, lambda folder: (folder / STATES).unlink(), {}),
+    "a short atom": ({}, lambda folder: os.truncate(folder / ATOM, 100), {}),
+    "short states": ({}, lambda folder: os.truncate(folder / STATES, 100), {}),
+    "no manifest": ({}, lambda folder: (folder / "out" / MANIFEST).unlink(), {}),
+    "a short manifest": ({}, lambda folder: os.truncate(folder / "out" / MANIFEST, 100), {}),
+}
+"""Options of the first conversion, a change of its source or output, and options of the next conversions."""
+
+
 @pytest.mark.parametrize("way", ["overwrite", "refresh"])
-@pytest.mark.parametrize("change", ["another tag", "saved again", "saved again without checksums", "atomic source"])
-def test_an_output_of_another_source_is_replaced_only_with_overwrite(tmp_path: Path, change: str, way: str) -> None:
+@pytest.mark.parametrize("case", NOT_REUSED)
+def test_another_output_is_replaced_only_with_overwrite(case: str, way: str, tmp_path: Path) -> None:
     """The source may differ by content, or, without checksums, only by modification time."""
-    with write_checksums("without" not in change):
-        first, second = "tag0", "tag1" if change in ("another tag", "atomic source") else "tag0"
-        make_source(seed=0).write(tmp_path / first)
-        if change == "atomic source":
-            make_source(seed=1).write(tmp_path / second)
-            first, second = (Path(convert_tag(tmp_path, tag).destination).name for tag in (first, second))
-        convert_tag(tmp_path, first, "out")
-        before = read_bytes(tmp_path / "out")
-        assert convert_tag(tmp_path, first, "out").reused
-        if change != "atomic source":
-            make_source(seed=1).write(tmp_path / second)
+    first, change, options = NOT_REUSED[case]
+    first, following = ({"to": "out", "patterns": PATTERNS, **each} for each in (first, options))
+    with write_checksums("without" not in case):
+        save("tag", seed=0)(tmp_path)
+        assert not convert_tag(tmp_path, **first).reused
+        assert convert_tag(tmp_path, **first).reused
+        change(tmp_path)
+    before = read_bytes(tmp_path / "out")
     with pytest.raises(StorageError, match="--overwrite"):
-        convert_tag(tmp_path, second, "out")
+        convert_tag(tmp_path, **following)
     assert read_bytes(tmp_path / "out") == before
-    assert not convert_tag(tmp_path, second, "out", **{way: True}).reused
-    convert_tag(tmp_path, second, "fresh")
+    if way == "refresh" and "manifest" in case:
+        return  # nothing shows that a conversion has made it
+    assert not convert_tag(tmp_path, **following, **{way: True}).reused
+    convert_tag(tmp_path, **{**following, "to": "fresh"})
     assert read_bytes(tmp_path / "out") == read_bytes(tmp_path / "fresh") != before
 
 
@@ -333,14 +376,6 @@ def test_a_conversion_with_other_stage_0_names_is_not_reused(tmp_path: Path) -> 
     convert_checkpoint(tag, to, groups=[["q", "k"]], options=ConvertOptions(workers=1, overwrite=True))
     found = torch.load(f"{to}/zero/q/exp_avg.pt", weights_only=True)["param"]
     assert torch.equal(found, state.atoms["q"]["exp_avg"])
-
-
-def test_an_unverified_output_is_not_reused_for_a_verified_one(tmp_path: Path) -> None:
-    make_source().write(tmp_path / "tag")
-    convert_tag(tmp_path, verify=False)
-    assert convert_tag(tmp_path, verify=False).reused
-    with pytest.raises(StorageError, match="--overwrite"):
-        convert_tag(tmp_path)
 
 
 def test_all_ranks_convert_the_tag_that_rank_0_has_read(tmp_path: Path) -> None:
