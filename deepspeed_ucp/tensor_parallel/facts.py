@@ -59,7 +59,6 @@ class Facts:
 
     Attributes:
         args: saved arguments of the training script (``args.hidden_size``).
-        model: configuration of a live model of transformers (``model.num_attention_heads``).
         hints: other plain values of the checkpoint (``checkpoint_version``).
         shapes: local shapes of all parameters on tensor-parallel rank 0, of either side.
         variables: name → expressions; all with known facts must agree.
@@ -76,7 +75,6 @@ class Facts:
     name: str = ""
     stem: str = ""
     measured: dict[tuple[str, int], int] = field(default_factory=dict)
-    model: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, hints: Mapping[str, Any] | None, shapes: Mapping[str, Sequence[Shape]]) -> Facts:
@@ -109,8 +107,8 @@ class Facts:
             return node.value
         if isinstance(node, ast.Name):
             return self._find_name(node.id)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("args", "model"):
-            return self._find_argument(node.value.id, node.attr)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "args":
+            return self._find_argument(node.attr)
         kind, left, right = _read_operation(node)
         if kind in _ARITHMETIC:
             return self._calculate(kind, left, right, text)
@@ -145,12 +143,12 @@ class Facts:
                 continue
         return self._walk(node.values[-1], text)
 
-    def _find_argument(self, side: str, key: str) -> Any:
-        value = (self.args if side == "args" else self.model).get(key)
+    def _find_argument(self, key: str) -> Any:
+        value = self.args.get(key)
         if isinstance(value, (list, tuple)) and len(value) == 1:
             value = value[0]  # Megatron-DeepSpeed keeps --num-experts as a list
         if value is None:
-            raise UnknownError(f"{side}.{key}")
+            raise UnknownError(f"args.{key}")
         return value
 
     def _find_name(self, name: str) -> Any:

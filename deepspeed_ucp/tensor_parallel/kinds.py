@@ -112,18 +112,13 @@ def check_shapes(source: Shape, target: Shape, vocab: int | None, sides: tuple[s
     Raises:
         MismatchError: the shapes differ; if it can be padding, the message names the setting.
     """
-    if source == target:
+    is_padding = len(source) == len(target) > 0 and source[1:] == target[1:]
+    if source == target or (is_padding and vocab is not None):
         return
-    if len(source) == len(target) > 0 and source[1:] == target[1:]:
-        if vocab is not None:
-            return
-        raise MismatchError(
-            f"logical shape {source} in {sides[0]}, {target} in {sides[1]}; {VOCABULARY_HINT}. If neither is right, "
-            "the pattern is not this parameter's"
-        )
-    raise MismatchError(
-        f"logical shape {source} in {sides[0]}, {target} in {sides[1]}: another model, or the wrong pattern"
-    )
+    advice = ": another model, or the wrong pattern"
+    if is_padding:
+        advice = f"; {VOCABULARY_HINT}. If neither is right, the pattern is not this parameter's"
+    raise MismatchError(f"logical shape {source} in {sides[0]}, {target} in {sides[1]}{advice}")
 
 
 @dataclass(frozen=True, slots=True)

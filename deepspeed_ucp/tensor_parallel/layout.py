@@ -235,6 +235,12 @@ def _find_boxes(have: Product, want: Product, claim: Product | None) -> tuple[_B
 def _span_axis(have: Intervals, want: Intervals, claim: Intervals | None) -> tuple[Span, ...]:
     """Intersect two interval lists of an axis, by ascending target position."""
     located = sorted(_locate(have))
+    if claim is not None:
+        located = [
+            (start, end, source + start - low)
+            for low, high, source in located
+            for start, end in sorted(overlap(((low, high),), claim))
+        ]
     spans = []
     index = 0
     for low, high, target in sorted(_locate(want)):
@@ -247,8 +253,6 @@ def _span_axis(have: Intervals, want: Intervals, claim: Intervals | None) -> tup
             start, end = max(low, first), min(high, last)
             spans.append((source + start - first, target + start - low, end - start))
             index += 1
-    if claim is not None:
-        spans = _keep_claimed(spans, have, claim)
     return _join_spans(sorted(spans, key=lambda span: span[1]))
 
 
@@ -259,18 +263,6 @@ def _locate(intervals: Intervals) -> Iterator[tuple[int, int, int]]:
         if low < high:
             yield low, high, place
         place += high - low
-
-
-def _keep_claimed(spans: Sequence[Span], have: Intervals, claim: Intervals) -> list[Span]:
-    """Return the parts of spans whose source positions are claimed."""
-    places = _span_axis(have, claim, None)
-    kept = []
-    for source, target, length in spans:
-        for place, _, size in places:
-            start, end = max(source, place), min(source + length, place + size)
-            if start < end:
-                kept.append((start, target + start - source, end - start))
-    return kept
 
 
 def _join_spans(spans: Sequence[Span]) -> tuple[Span, ...]:

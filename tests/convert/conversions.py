@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,23 +18,18 @@ MODEL = Model(
 TOPOLOGY = Topology(1, 2, precision="bf16")
 
 
-def write_source(root: Path, seed: int = 0, topology: Topology = TOPOLOGY) -> Path:
-    """Write a checkpoint below ``root``; return its tag's folder. Tensor parallelism cuts the rows of the matrix."""
-    state = random_state(MODEL, seed, precision=topology.precision)
-    return write_checkpoint(root, MODEL, state, topology, run=Run(client_state={"epoch": seed}), cut=_cut)
-
-
-def _cut(_name: str, tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
-    return tensor.chunk(tp)[rank] if tensor.dim() > 1 else tensor
+def write_source(root: Path, seed: int = 0) -> Path:
+    """Write a checkpoint below ``root``; return its tag's folder."""
+    state = random_state(MODEL, seed, precision=TOPOLOGY.precision)
+    return write_checkpoint(root, MODEL, state, TOPOLOGY, run=Run(client_state={"epoch": seed}))
 
 
 def convert(
-    source: Path, destination: Path | None = None, *, overwrite: bool = False, workers: int = 1, patterns: Any = None
+    source: Path, destination: Path | None = None, *, overwrite: bool = False, workers: int = 1
 ) -> OutputReport:
     """Convert in one process; one worker writes in a fixed order."""
     options = ConvertOptions(workers=workers, overwrite=overwrite)
-    to = str(destination) if destination else None
-    return convert_checkpoint(str(source), to, patterns=patterns, options=options)
+    return convert_checkpoint(str(source), str(destination) if destination else None, options=options)
 
 
 def read_bytes(folder: Path) -> dict[str, bytes]:

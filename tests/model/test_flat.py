@@ -16,9 +16,6 @@ from deepspeed_ucp.model.flat import (
     join_parameters,
     join_reserved,
 )
-from tests.support.cases import models
-from tests.support.reshard import examples, lay_flat
-from tests.synth import Model, Topology, partition_layout
 
 MODEL = ("a", "b", "c"), ((3,), (2, 2), (5,))
 """Names and shapes, with 12 elements in all."""
@@ -53,17 +50,6 @@ def buffers(draw: st.DrawFn) -> FlatBuffer:
     least = -(-(sum(numel for (numel,) in shapes) + sum(gaps)) // parts)
     partition = least + draw(st.integers(0, 9))
     return join_parameters(0, names, shapes, parts=parts, partition=partition, gaps=gaps)
-
-
-@examples(150)
-@given(model=models(), dp=st.integers(1, 9), aligned=st.booleans(), robin=st.booleans())
-def test_cuts_equal_deepspeeds(model: Model, dp: int, aligned: bool, robin: bool) -> None:
-    """Compare with the synthesiser's layout, which `tests/synth` compares with real saves."""
-    topology = Topology(2, dp, round_robin=robin, parameter_alignment=aligned)
-    for rank, flats in enumerate(partition_layout(model, topology)):
-        for flat in flats:
-            buffer = lay_flat(model, topology, flat)
-            assert buffer.cuts(rank) == list(flat.slices)
 
 
 @given(buffers())

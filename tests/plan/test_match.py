@@ -278,15 +278,6 @@ def test_unmatched_groups_are_refused_with_both_lists_in_live_names(live: Groups
 # -- tensor parallelism, stages, other names --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("saved", "taken"), [(1, "000"), (2, "0"), (2, "011"), (3, "0"), (3, "02"), (3, "0122")])
-def test_each_stage_reads_the_copy_of_a_tied_weight_of_its_position(saved: int, taken: str) -> None:
-    """If there are fewer live stages, the first reads the first copy, and the last the last copy."""
-    index = make_index({"t": (2,)}, instances={"t": saved} if saved > 1 else None)
-    ordinals = [{"t": (stage, len(taken))} for stage in range(len(taken))]
-    params = [match(index, {"t": (2,)}, ordinals=each).params["t"] for each in ordinals]
-    assert params == [ParamKey("t", int(number)) for number in taken]
-
-
 def test_a_stage_whose_copy_lacks_the_weight_is_refused() -> None:
     index, shapes = make_index({**A, "t": (2,)}, instances={"t": 2}), {**A, "t": (2,)}
     index = replace(index, atoms=Atoms.of([atom for key, atom in index.atoms.items() if not key.instance]))
@@ -328,35 +319,34 @@ def make_records(*crcs: int | None, nbytes: int = 8) -> Records:
     return Records.of([(0, nbytes * number, nbytes, crc) for number, crc in enumerate(crcs)])
 
 
+IN_TWO, IN_ONE = [(0, 2, 2, 0), (2, 2, 3, 0)], [(0, 4, 1, 0)]
+
+
 @pytest.mark.parametrize(
-    ("crcs", "other", "same"),
+    ("one", "other", "crcs", "nbytes", "same"),
     [
-        ((5, 6, 5, 6), [(0, 2, 2, 0), (2, 2, 3, 0)], True),
-        ((5, 6, 5, 7), [(0, 2, 2, 0), (2, 2, 3, 0)], False),
-        ((5, 6, 6, 5), [(0, 2, 2, 0), (2, 2, 3, 0)], False),
-        ((5, 6, 5, None), [(0, 2, 2, 0), (2, 2, 3, 0)], None),
-        ((5, 6, 5, 6), [(0, 1, 2, 0), (1, 1, 2, 4), (2, 2, 3, 0)], None),
-        ((5, 6, 5, 6, 7), [(0, 1, 2, 4), (1, 1, 3, 0), (2, 2, 4, 0)], None),
+        (HALVES, IN_TWO, (5, 6, 5, 6), 8, True),
+        (HALVES, IN_TWO, (5, 6, 5, 7), 8, False),
+        (HALVES, IN_TWO, (5, 6, 6, 5), 8, False),
+        (HALVES, IN_TWO, (5, 6, 5, None), 8, None),
+        (HALVES, [(0, 1, 2, 0), (1, 1, 2, 4), (2, 2, 3, 0)], (5, 6, 5, 6), 8, None),
+        (HALVES, [(0, 1, 2, 4), (1, 1, 3, 0), (2, 2, 4, 0)], (5, 6, 5, 6, 7), 8, None),
+        ([(0, 4, 0, 0)], IN_ONE, (5, 6), 16, False),
+        ([(0, 4, 0, 0)], IN_ONE, (5, 6), 20, None),
     ],
-    ids=["same", "other", "exchanged", "no checksum", "cut otherwise", "among others"],
+    ids=[
+        *("same", "other", "exchanged", "no checksum", "cut otherwise", "among others"),
+        *("one record", "a record with further tensors, such as a flat buffer"),
+    ],
 )
-def test_are_same_compares_checksums_of_blocks(crcs: tuple[int | None, ...], other: Parts, same: bool | None) -> None:
-    atoms = make_atoms(HALVES, other)
-    assert are_same(planning.make_index(atoms, make_records(*crcs)), *atoms) is same
-
-
-@pytest.mark.parametrize("change", [{"dtype": "int32"}, {"numel": 5}])
-def test_atoms_of_other_dtypes_or_sizes_cannot_be_compared(change: dict[str, object]) -> None:
-    atoms = make_atoms(HALVES, HALVES, **change)  # type: ignore[arg-type]
-    assert are_same(planning.make_index(atoms, make_records(5, 6)), *atoms) is None
-    assert are_same(planning.make_index(atoms, make_records(5, 6)), atoms[0], None) is None
-
-
-def test_a_record_with_further_tensors_cannot_be_compared() -> None:
-    """For example, a flat buffer with other parameters."""
-    atoms = make_atoms([(0, 4, 0, 0)], [(0, 4, 1, 0)])
-    assert are_same(planning.make_index(atoms, make_records(5, 6, nbytes=16)), *atoms) is False
-    assert are_same(planning.make_index(atoms, make_records(5, 6, nbytes=20)), *atoms) is None
+def test_are_same_compares_checksums_of_blocks(
+    one: Parts, other: Parts, crcs: tuple[int | None, ...], nbytes: int, same: bool | None
+) -> None:
+    atoms = make_atoms(one, other)
+    index = planning.make_index(atoms, make_records(*crcs, nbytes=nbytes))
+    assert are_same(index, *atoms) is same
+    for odd in (None, *(make_atoms(one, other, **change)[1] for change in ({"dtype": "int32"}, {"numel": 5}))):
+        assert are_same(index, atoms[0], odd) is None
 
 
 @pytest.mark.parametrize(("crc", "texts"), [(5, []), (6, ["saved with other values"]), (None, ["values are used"])])

@@ -158,9 +158,7 @@ def test_expressions_without_a_usable_value_are_refused(rules, error, words):
 
 
 A1, A2, NORM, EMBED, DENSE = "1.a.weight", "2.a.weight", "norm.weight", "embed.weight", "2.self_attention.dense.weight"
-INFO = from_universal_info({"parameter_with_row_parallelism_patterns": [r"\d+\.a\.weight"]})
-MARKS = from_attributes({A2: {"tensor_model_parallel": True, "partition_dim": 0}})
-BOTH, TABLE = ((4, 6), (4, 6)), {"rules": [{"match": r"embed\.weight", "pattern": "shard-v", "vocab": True}]}
+TABLE = {"rules": [{"match": r"embed\.weight", "pattern": "shard-v", "vocab": True}]}
 INLINE = {"family": "megatron-gpt", "rules": [{"match": ".*dense.*", "pattern": "shard-v"}]}
 NAMES = ("w", "7.w", "7.8.w")
 V_W = [{"match": "w", "pattern": "shard-v"}]
@@ -172,12 +170,6 @@ SETTLED = {
         dict.fromkeys(NAMES, ((4,), (4,))),
         dict.fromkeys(NAMES, ((8,),)),
         dict.fromkeys(NAMES, (ShardV(), "the user's rules")),
-    ),
-    "the first set with a rule counts": (
-        [from_config([{"match": r"1\.a\.weight", "pattern": "shard-v"}]), [INFO, MARKS]],
-        {A1: BOTH, A2: BOTH},
-        {A1: ((8, 6),), A2: ((4, 12),)},
-        {A1: (ShardV(), "the user's rules"), A2: (ShardH(), "universal_checkpoint_info")},
     ),
     "rules before their family": (
         [from_config(INLINE)],
