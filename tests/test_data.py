@@ -6,6 +6,7 @@ import copy
 import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +40,12 @@ BATCH = 12
 WORLDS = (1, 2, 3, 4, 6, 12)
 
 
+def make_engine(samples: float = 0, **more: Any) -> SimpleNamespace:
+    sizes = {"train_batch_size": BATCH, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+    methods = {name: lambda size=size: size for name, size in sizes.items()}
+    return SimpleNamespace(global_samples=samples, **methods, **more)
+
+
 def make_sampler(rank: int, world: int, **more: Any) -> ElasticSampler:
     return ElasticSampler(**{"dataset": 100, "total_batch": BATCH, "seed": 7, **more}, rank=rank, world=world)
 
@@ -58,19 +65,9 @@ def make_stream(rank: int, world: int, **more: Any) -> ElasticStream[int]:
 
 def step_ranks(orders: Sequence[Order], steps: int) -> list[list[int]]:
     """Draw the samples of each step, of all ranks in order; a new iteration starts after each epoch."""
-    found = []
-    readers: list[Iterator[int]] = [iter(()) for _ in orders]
     share = BATCH // len(orders)
-    for _ in range(steps):
-        taken: list[int] = []
-        for at, order in enumerate(orders):
-            part = [each for _, each in zip(range(share), readers[at], strict=False)]
-            if not part:
-                readers[at] = iter(order)
-                part = [next(readers[at]) for _ in range(share)]
-            taken += part
-        found.append(taken)
-    return found
+    readers = [chain.from_iterable(repeat(order)) for order in orders]
+    return [[sample for reader in readers for sample in islice(reader, share)] for _ in range(steps)]
 
 
 HISTORY = st.lists(st.tuples(st.sampled_from(WORLDS), st.integers(1, 9)), min_size=1, max_size=6)
@@ -108,18 +105,19 @@ def test_any_history_of_worlds_reads_the_same_shards(history: Any, lanes: int | 
     check_history(make_stream, history, lanes=lanes, shuffle=shuffle)
 
 
-def test_an_epoch_has_every_sample_once_and_the_next_another_order() -> None:
-    first, second = make_sampler(0, 1), make_sampler(0, 1)
+@pytest.mark.parametrize(
+    ("make", "samples"),
+    [
+        (make_sampler, range(100)),
+        (make_stream, [1000 * shard + place for shard, size in enumerate(SIZES) for place in range(size)]),
+    ],
+)
+def test_an_epoch_drops_less_than_a_step_and_the_next_has_another_order(make: Any, samples: Sequence[int]) -> None:
+    first, second = make(0, 1), make(0, 1)
     second.set_epoch(1)
-    assert len(set(first)) == len(first) == 96
-    assert list(make_sampler(0, 1)) != list(second)
-
-
-def test_a_stream_drops_less_than_a_step_and_repeats_no_sample() -> None:
-    stream = make_stream(0, 1)
-    taken = list(stream)
-    assert len(set(taken)) == len(taken) == sum(SIZES) // BATCH * BATCH
-    assert all(sample % 1000 < SIZES[sample // 1000] for sample in taken)
+    taken = list(first)
+    assert len({*taken} & {*samples}) == len(taken) == len(samples) // BATCH * BATCH
+    assert taken != list(second)
 
 
 def test_samples_are_drawn_by_weight() -> None:
@@ -136,23 +134,12 @@ def test_steps_have_samples_of_similar_length() -> None:
     assert lengths[steps[0]].max() == lengths.max()
 
 
-class Engine(SimpleNamespace):
-    def train_batch_size(self) -> int:
-        return BATCH
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        return 2
-
-    def gradient_accumulation_steps(self) -> int:
-        return 3
-
-
 @pytest.mark.parametrize("make", [make_sampler, make_stream])
 def test_float_counts_under_sequence_parallelism_are_accepted(make: Callable[..., Order]) -> None:
     """DeepSpeed divides the world by the sequence-parallel degree: total batch and samples are floats."""
-    engine, plain = Engine(global_samples=0), make(0, 2)
+    engine, plain = make_engine(), make(0, 2)
     plain.follow(engine)
-    floats, order = Engine(global_samples=0), make(0, 2, total_batch=float(BATCH))
+    floats, order = make_engine(), make(0, 2, total_batch=float(BATCH))
     order.follow(floats)
     engine.global_samples += 3 * BATCH
     floats.global_samples += 3.0 * BATCH
@@ -164,24 +151,6 @@ def test_float_counts_under_sequence_parallelism_are_accepted(make: Callable[...
     assert list(later) == list(plain)
 
 
-def test_prefetched_samples_are_not_consumed() -> None:
-    engine, sampler = Engine(global_samples=0), make_sampler(0, 1)
-    sampler.follow(engine)
-    batches = iter(DataLoader(range(100), batch_size=4, sampler=sampler, num_workers=2, prefetch_factor=4))  # type: ignore[arg-type]
-    trained = []
-    for _ in range(2 * 3):
-        trained += next(batches).tolist()
-    engine.global_samples += 2 * BATCH
-    client = collect(engine, {"mine": 1})
-    assert client[KEY]["data"]["consumed"] == 2 * BATCH
-
-    later, again = Engine(global_samples=2 * BATCH), make_sampler(0, 1, seed=99)
-    again.follow(later)
-    hand_out(later, client)
-    assert client == {"mine": 1}
-    assert trained + list(again) == list(make_sampler(0, 1))
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("make", [make_sampler, make_stream])
 @pytest.mark.parametrize(("world", "size", "warns"), [(2, 2, 0), (1, 2, 0), (1, 4, 0), (2, 6, 0), (2, 3, 1), (1, 6, 1)])
@@ -191,7 +160,7 @@ def test_batches_of_another_size_than_the_engines_are_a_warning(
     """Two ranks need three micro batches of two samples. Accelerate may split batches of four over them."""
     stream = make is make_stream
     order = make(0, world, **({"batch_size": size} if stream else {}))
-    order.follow(Engine(global_samples=0))
+    order.follow(make_engine())
     options: dict[str, Any] = {"dataset": order} if stream else {"dataset": range(100), "sampler": order}
     if stream and workers:
         loader = DataLoader(**options, batch_size=size)  # `caplog` does not see the log of a worker
@@ -205,7 +174,7 @@ def test_batches_of_another_size_than_the_engines_are_a_warning(
     ("workers", "persistent"), [(0, False), *((workers, each) for workers in (1, 2, 3) for each in (False, True))]
 )
 def test_a_streams_workers_supply_batches_in_turn(workers: int, persistent: bool) -> None:
-    engine = Engine(global_samples=0)
+    engine = make_engine()
     stream = make_stream(0, 2, batch_size=2)
     stream.follow(engine)
     whole = make_stream(0, 2)
@@ -224,7 +193,7 @@ def test_a_streams_workers_supply_batches_in_turn(workers: int, persistent: bool
 @pytest.mark.parametrize("change", ["stop", "step", "load", "seed"])
 def test_persistent_workers_refuse_a_position_other_than_their_epochs_end(start: str, change: str) -> None:
     """They may have given or prefetched an epoch of which the run trained a part, or the run may have loaded since."""
-    sizes, engine = SIZES if change == "stop" else (24,), Engine(global_samples=0)
+    sizes, engine = SIZES if change == "stop" else (24,), make_engine()
     stream = make_stream(0, 2, batch_size=2, sizes=sizes)
     stream.follow(engine)
     loader: DataLoader[int] = DataLoader(
@@ -269,18 +238,22 @@ def test_a_stateful_loader_continues_in_any_world(workers: int, world: int) -> N
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("make", [make_sampler, make_stream])
-def test_a_stateful_loader_does_not_skip_samples_that_an_engine_has_counted(make: Any, workers: int) -> None:
+def test_a_stateful_loader_skips_neither_prefetched_samples_nor_those_that_an_engine_has_counted(
+    make: Any, workers: int
+) -> None:
     more = {"batch_size": 2} if make is make_stream else {}
-    engine, order = Engine(global_samples=0), make(0, 2, **more)
+    engine, order = make_engine(), make(0, 2, **more)
     order.follow(engine)
     batches = iter(loader := load_stateful(order, num_workers=workers))
     for _ in range(2 * 3):
         next(batches)
     engine.global_samples += 2 * BATCH
-    later, again = Engine(global_samples=2 * BATCH), copy.copy(order)
-    state, expected = loader.state_dict(), list(order)
+    later, again = make_engine(2 * BATCH), make(0, 2, seed=99, **more)
+    client, state, expected = collect(engine, {"mine": 1}), loader.state_dict(), list(order)
+    assert client[KEY]["data"]["consumed"] == 2 * BATCH
     again.follow(later)
-    hand_out(later, collect(engine, {}))
+    hand_out(later, client)
+    assert client == {"mine": 1}
     loader = load_stateful(again, num_workers=workers)
     loader.load_state_dict(state)
     assert np.concatenate(list(loader)).tolist() == expected
@@ -292,7 +265,7 @@ def test_a_stateful_loader_does_not_skip_samples_that_an_engine_has_counted(make
 
 def test_set_epoch_keeps_the_position_in_an_epoch() -> None:
     """Samples that an engine had counted before it was followed do not count."""
-    engine, sampler = Engine(global_samples=5 * BATCH), make_sampler(0, 1)
+    engine, sampler = make_engine(5 * BATCH), make_sampler(0, 1)
     sampler.set_state({**sampler.get_state(), "consumed": 3 * BATCH})
     sampler.set_epoch(0)
     assert sampler.consumed == 3 * BATCH
@@ -366,7 +339,7 @@ def test_a_stream_with_workers_needs_the_batch_size(given: int | None, of_loader
 
 
 def test_steps_of_another_size_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    engine, sampler = Engine(global_samples=0), make_sampler(0, 1)
+    engine, sampler = make_engine(), make_sampler(0, 1)
     sampler.follow(engine)
     engine.global_samples += 2 * BATCH
     collect(engine, {})
@@ -377,7 +350,7 @@ def test_steps_of_another_size_are_a_warning(caplog: pytest.LogCaptureFixture) -
 
 
 def test_two_orders_of_an_engine_need_names(caplog: pytest.LogCaptureFixture) -> None:
-    engine, first, second = Engine(global_samples=0), make_sampler(0, 1), make_sampler(0, 1, seed=8)
+    engine, first, second = make_engine(), make_sampler(0, 1), make_sampler(0, 1, seed=8)
     first.follow(engine)
     first.follow(engine)
     second.follow(engine, name="pictures")
@@ -387,71 +360,73 @@ def test_two_orders_of_an_engine_need_names(caplog: pytest.LogCaptureFixture) ->
     assert "is not saved any more" in caplog.text
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_plugins_key_in_one_ranks_client_state_is_refused_on_all(
-    rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> threading.local:
+    """Attribute ``comm`` is the connection of a rank that is a thread."""
     here = threading.local()
-    monkeypatch.setattr(engine_state, "connect", lambda: here.comm)
-    messages = []
+    monkeypatch.setattr(engine_state, "connect", lambda: here.comm if hasattr(here, "comm") else Comm())
+    return here
 
-    def work(number: int, comm: Comm) -> None:
-        here.comm, engine = comm, Engine(global_samples=0, _config=SimpleNamespace(ucp_config=object()))
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_plugins_key_in_one_ranks_client_state_is_refused_on_all(rank: int, here: threading.local) -> None:
+    def work(number: int, comm: Comm) -> str:
+        here.comm, engine = comm, make_engine(_config=SimpleNamespace(ucp_config=object()))
         with pytest.raises(ConfigError, match='"deepspeed_ucp"') as caught:
             collect(engine, {KEY: {"mine": 1}} if number == rank else {"mine": 1})
-        messages.append(str(caught.value))
+        return str(caught.value)
 
-    run_ranks(2, work)
-    assert len(messages) == 2 and len(set(messages)) == 1
+    assert len(set(run_ranks(2, work))) == 1
     with pytest.raises(ConfigError, match='"deepspeed_ucp"'):  # as DeepSpeed alone saves
-        collect(Engine(global_samples=0), {KEY: {"mine": 1}})
+        collect(make_engine(), {KEY: {"mine": 1}})
 
 
 def test_carried_state_that_is_not_loaded_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     """A sampler whose `follow` is called after the load restarts its data."""
-    engine = Engine(global_samples=0)
+    engine = make_engine()
     make_sampler(0, 1).follow(engine)
     client = collect(engine, {})
-    hand_out(Engine(global_samples=BATCH), dict(client), wanted=False)
+    hand_out(make_engine(BATCH), dict(client), wanted=False)
     assert not caplog.text
-    hand_out(Engine(global_samples=BATCH), dict(client))
+    hand_out(make_engine(BATCH), dict(client))
     assert "carries data" in caplog.text and "before load_checkpoint" in caplog.text
 
 
-def restore_on_ranks(
-    monkeypatch: pytest.MonkeyPatch, ranks: Sequence[tuple[Sequence[str], Any]], loaded: list[Any]
+SOME: tuple[list[str], Any] = (["data"], {"data": 1})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "loaded", "warning"),
+    [
+        ([SOME, ([], None), SOME], [[1], [], [1]], ""),
+        ([SOME, (["data"], None), (["data"], {})], [[1], [], []], "carries no data for ranks 1, 2"),
+        ([(["data"], None)] * 2, [[], []], "carries no data:"),
+        ([([], None), (["data"], [1])], CheckpointError, "rank 1.*is a list"),
+    ],
+    ids=["none-on-some", "missing-on-some", "missing", "invalid-on-one"],
+)
+def test_some_ranks_may_carry_no_state(
+    ranks: list[tuple[list[str], Any]], loaded: Any, warning: str, here: threading.local, caplog: Any
 ) -> None:
-    """Restore on ranks that have these names in their engine and this state in their file."""
-    here = threading.local()
-    monkeypatch.setattr(engine_state, "connect", lambda: here.comm)
+    """Ranks have these names in their engine and this state in their file.
 
-    def work(number: int, comm: Comm) -> None:
+    For example, middle stages of a pipeline have no data, at the save, at the load, or at both.
+    """
+
+    def work(number: int, comm: Comm) -> list[Any]:
         here.comm, (names, saved) = comm, ranks[number]
-        engine = Engine(global_samples=0)
+        engine, found = make_engine(), list[Any]()
         for name in names:
-            engine_state.carry(engine, name, Carried(dict, lambda state: loaded.append((number, state))))
+            engine_state.carry(engine, name, Carried(dict, found.append))
         hand_out(engine, {} if saved is None else {KEY: saved})
+        return found
 
-    run_ranks(len(ranks), work)
-
-
-def test_ranks_without_data_carry_no_state(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """For example, middle stages of a pipeline have no data, at the save, at the load, or at both."""
-    loaded: list[Any] = []
-    some, none = (["data"], {"data": 1}), ((), None)
-    restore_on_ranks(monkeypatch, [some, none, some], loaded)
-    assert (loaded, caplog.text) == ([(0, 1), (2, 1)], "")
-    restore_on_ranks(monkeypatch, [some, (["data"], None), (["data"], {})], loaded)
-    assert loaded[2:] == [(0, 1)]
-    assert "carries no data for ranks 1, 2" in caplog.text
-    caplog.clear()
-    restore_on_ranks(monkeypatch, [(["data"], None)] * 2, loaded)
-    assert "carries no data:" in caplog.text
-
-
-def test_an_invalid_state_on_one_rank_is_an_error_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CheckpointError, match=r"rank 1.*is a list"):
-        restore_on_ranks(monkeypatch, [((), None), (["data"], [1])], [])
+    if loaded is CheckpointError:
+        with pytest.raises(loaded, match=warning):
+            run_ranks(len(ranks), work)
+        return
+    assert run_ranks(len(ranks), work) == loaded
+    assert warning in caplog.text and bool(warning) == bool(caplog.text)
 
 
 REFUSED: list[tuple[Callable[[], object], str]] = [
@@ -464,8 +439,8 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: make_sampler(0, 1, weights=[0] * 100), "weights must be finite"),
     (lambda: make_sampler(0, 1, weights=[1] * 99 + [-1]), "weights must be finite"),
     (lambda: make_sampler(0, 1, weights=[1] * 99 + [float("nan")]), "weights must be finite"),
-    (lambda: make_sampler(0, 1, total_batch=24).follow(Engine(global_samples=0)), "12 samples a step"),
-    (lambda: make_sampler(0, 1).follow(Engine(global_samples=6.5)), r"global_samples is 6\.5.*train_batch_size"),
+    (lambda: make_sampler(0, 1, total_batch=24).follow(make_engine()), "12 samples a step"),
+    (lambda: make_sampler(0, 1).follow(make_engine(6.5)), r"global_samples is 6\.5.*train_batch_size"),
     *((lambda make=make: make(0, 0), "world 0 is invalid") for make in (make_sampler, make_stream)),
     *((lambda make=make: make(0, -1), "world -1 is invalid") for make in (make_sampler, make_stream)),
     *((lambda make=make: make(2, 2), "rank 2 of 2 is invalid") for make in (make_sampler, make_stream)),
