@@ -46,17 +46,11 @@ KNOWN = [
     Known("0.16", "0.17", ("[alst-", "to_alst"), "no ALST"),
     Known("0.16", "0.19.8", ("gathers",), "ZeRO 3 waits for the last one of its gathers alone"),
     Known(
-        "0.16",
-        "0.17.6",
+        *("0.16", "0.17.6"),
         ("experts/zero0-bf16", "experts.py::test_states_of_experts_are_restored[zero0-bf16"),
         _EXPERTS,
     ),
-    Known(
-        "0.16",
-        "0.19.2",
-        ("engine_experts.py::test_states_of_experts_are_restored[3d",),
-        _EXPERTS,
-    ),
+    Known("0.16", "0.19.2", ("engine_experts.py::test_states_of_experts_are_restored[3d",), _EXPERTS),
     Known("0.16", "0.17", ("parallel.py::test_resumes[dense",), "pipelines tie no weight of a module below another"),
     Known("0.16", "0.18.6", ("engine_convert.py",), "upstream's conversion cuts beyond the end of a tensor"),
     Known(
@@ -102,7 +96,5 @@ def _list_here() -> list[Known]:
 
 def find_reason(nodeid: str) -> str | None:
     """Return the reason to skip a test with the installed releases; loads of other releases' saves always run."""
-    if "saves_of_other_releases" in nodeid:
-        return None
     found = (each for each in _list_here() if any(part in nodeid for part in each.tests))
-    return next((each.reason for each in found), None)
+    return None if "saves_of_other_releases" in nodeid else next((each.reason for each in found), None)

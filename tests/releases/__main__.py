@@ -40,7 +40,6 @@ class Result:
         versions: of `NAMED`.
         matrix, loads: counts of passed, failed and skipped tests, and of loads of other rows' saves.
         failed: messages of failed tests by name.
-        reasons: number of skipped tests by reason.
     """
 
     day: str
@@ -48,7 +47,18 @@ class Result:
     matrix: dict[str, int] = field(default_factory=dict)
     loads: dict[str, int] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
-    reasons: dict[str, int] = field(default_factory=dict)
+
+    def add(self, counts: dict[str, int], report: ElementTree.Element) -> None:
+        """Count the tests of a report; one whose subtests fail counts once."""
+        found: dict[str, str] = {}
+        for case in report.iter("testcase"):
+            name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
+            if bad := [*case.findall("failure"), *case.findall("error")]:
+                self.failed.setdefault(name, (bad[0].get("message") or "")[:300])
+                found[name] = "failed"
+            else:
+                found.setdefault(name, "passed" if case.find("skipped") is None else "skipped")
+        counts.update(Counter(found.values()))
 
 
 @dataclass(frozen=True)
@@ -63,9 +73,12 @@ class Row:
     def python(self) -> str:
         return str(self.folder / "bin" / "python")
 
-    @property
-    def result(self) -> Path:
-        return self.folder / "result.json"
+    def read_result(self) -> Result | None:
+        path = self.folder / "result.json"
+        return Result(**json.loads(path.read_text())) if path.exists() else None
+
+    def write_result(self, result: Result) -> None:
+        (self.folder / "result.json").write_text(json.dumps(asdict(result), indent=1))
 
     def make(self) -> None:
         """Create the environment once; the main environment provides `pip` and all other packages."""
@@ -101,48 +114,27 @@ class Row:
         return ElementTree.parse(report).getroot()
 
 
-def add(result: Result, counts: dict[str, int], report: ElementTree.Element) -> None:
-    """Count the tests of a report; one whose subtests fail counts once."""
-    found: dict[str, str] = {}
-    for case in report.iter("testcase"):
-        name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
-        bad = [*case.findall("failure"), *case.findall("error")]
-        skipped = case.find("skipped")
-        if bad:
-            result.failed.setdefault(name, (bad[0].get("message") or "")[:300])
-            found[name] = "failed"
-        elif skipped is not None:
-            match = re.search(r"Skipped: (.*?)['\"]\)$", skipped.text or "")  # reason of a skipped file
-            reason = match[1] if match else (skipped.get("message") or "").removeprefix("Skipped: ")
-            result.reasons[reason] = result.reasons.get(reason, 0) + 1
-            found.setdefault(name, "skipped")
-        else:
-            found.setdefault(name, "passed")
-    counts.update(Counter(found.values()))
-
-
-def list_files() -> list[str]:
-    """List the files with such tests; importing all other files takes longer than running these tests."""
-    return sorted(str(f.relative_to(ROOT)) for f in ROOT.glob("tests/*/test_*.py") if ".releases\n" in f.read_text())
-
-
 def run_matrix(row: Row, saves: Path) -> None:
     log(f"{row.name}: {' '.join(row.packages)}")
     row.make()
     result = Result(time.strftime("%Y-%m-%d"), row.read_versions())
     begin = time.monotonic()
     (row.folder / "output.txt").unlink(missing_ok=True)
-    add(result, result.matrix, row.run(["-m", "releases", *list_files()], saves))
-    row.result.write_text(json.dumps(asdict(result), indent=1))
+    # Importing all other files takes longer than running these tests.
+    files = sorted(str(f.relative_to(ROOT)) for f in ROOT.glob("tests/*/test_*.py") if ".releases\n" in f.read_text())
+    result.add(result.matrix, row.run(["-m", "releases", *files], saves))
+    row.write_result(result)
     log(f"{row.name}: {format_counts(result.matrix)} in {time.monotonic() - begin:.0f} s")
 
 
-def run_loads(row: Row, saves: Path) -> None:
-    result = Result(**json.loads(row.result.read_text()))
-    failed = {name: text for name, text in result.failed.items() if not name.startswith("test_engine_releases::")}
-    result.loads, result.failed = {}, failed | {n: t for n, t in result.failed.items() if "for_other" in n}
-    add(result, result.loads, row.run([SAVES, "-k", "saves_of_other"], saves))
-    row.result.write_text(json.dumps(asdict(result), indent=1))
+def run_loads(row: Row, result: Result, saves: Path) -> None:
+    result.loads = {}
+    for name in [
+        name for name in result.failed if name.startswith("test_engine_releases::") and "for_other" not in name
+    ]:
+        del result.failed[name]
+    result.add(result.loads, row.run([SAVES, "-k", "saves_of_other"], saves))
+    row.write_result(result)
     log(f"{row.name}: saves of other releases: {format_counts(result.loads)}")
 
 
@@ -154,8 +146,7 @@ def format_counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{counts[key]} {key}" for key in ("passed", "failed", "skipped") if counts.get(key)) or "not run"
 
 
-def make_table(rows: list[Row]) -> str:
-    results = {row.name: Result(**json.loads(row.result.read_text())) for row in rows if row.result.exists()}
+def make_table(results: dict[str, Result]) -> str:
     varying = [name for name in NAMED if len({each.versions[name] for each in results.values()}) > 1]
     common = {name: each.versions[name] for each in results.values() for name in NAMED if name not in varying}
     lines = [format_row(["row", *varying, "engine matrix", "saves of the others"]), "|---" * (len(varying) + 3) + "|"]
@@ -164,24 +155,18 @@ def make_table(rows: list[Row]) -> str:
         versions = [found.versions[name] for name in varying]
         lines.append(format_row([row, *versions, format_counts(found.matrix), format_counts(found.loads)]))
         for test, message in found.failed.items():
-            notes.setdefault(f"failed: `{test}`: {tidy(message)}", []).append(row)
+            # The first line, without paths, which differ from run to run:
+            text = re.sub(r"/\S+/", "…/", message.strip().partition("\n")[0])[:160]
+            notes.setdefault(f"failed: `{test}`: {text}", []).append(row)
     days = [each.day for each in results.values()]
     fixed = [f"{name} {version}" for name, version in common.items()]
-    lines += [
-        "",
-        f"In all rows: {', '.join([*fixed, f'run from {min(days, default=None)} to {max(days, default=None)}'])}.",
-    ]
+    fixed.append(f"run from {min(days, default=None)} to {max(days, default=None)}")
     items = [f"* {', '.join(names)}: {note}" for note, names in notes.items()]
-    return "\n".join([*lines, "", *items]).strip()
+    return "\n".join([*lines, "", f"In all rows: {', '.join(fixed)}.", "", *items]).strip()
 
 
 def format_row(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
-
-
-def tidy(message: str) -> str:
-    """Return the first line of a failure without paths, which differ from run to run."""
-    return re.sub(r"/\S+/", "…/", message.strip().partition("\n")[0])[:160]
 
 
 def write_between(path: Path, text: str) -> None:
@@ -200,16 +185,17 @@ def main() -> int:
     if unknown := set(args.rows) - set(ROWS):
         parser.error(f"{', '.join(sorted(unknown))}: no such row")
     saves.mkdir(parents=True, exist_ok=True)
-    requested = [row for row in rows if (row.name in args.rows if args.rows else not row.result.exists())]
-    for row in requested:
-        run_matrix(row, saves)
-    done = [row for row in rows if row.result.exists()]
-    for row in done:
-        run_loads(row, saves)
-    table = make_table(rows)
+    for row in rows:
+        if row.name in args.rows if args.rows else row.read_result() is None:
+            run_matrix(row, saves)
+    results = {row.name: result for row in rows if (result := row.read_result())}
+    for row in rows:
+        if row.name in results:
+            run_loads(row, results[row.name], saves)
+    table = make_table(results)
     write_between(ROOT / "docs" / "releases.md", table)
     print(table)
-    return int(any(json.loads(row.result.read_text())["failed"] for row in done))
+    return int(any(result.failed for result in results.values()))
 
 
 if __name__ == "__main__":
