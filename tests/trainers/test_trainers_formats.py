@@ -19,7 +19,7 @@ from test_trainers_hf import choose
 from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.formats.foreign.names import MODEL_FOLDER, OPTIMIZER_FOLDER
 from deepspeed_ucp.testing import World, WorldPool
-from tests.support.engines.cases import NetCase
+from tests.support.engines.cases import Case, NetCase
 from tests.support.engines.ranks import Load, load_each
 from tests.support.exports import check_same, read_all
 
@@ -84,40 +84,27 @@ def read_folders(folder: Path) -> dict[str, Any]:
     return {"model": read_all(folder / MODEL_FOLDER)["model"], "optim": optimizer}
 
 
-def check_engines(world: World, folder: Path, tree: dict[str, Any], beside: str, **options: Any) -> None:
-    """Load a folder of FSDP at ZeRO 1 and 3; compare with torch's states to the bit, and the names of unread files."""
+def check_engines(
+    world: World, kind: type[Case], folder: Path, tree: dict[str, Any], steps: int, beside: str, **options: Any
+) -> None:
+    """Load a folder of FSDP at ZeRO 1 and 3; compare with torch's states to the bit, and the names of unread files.
+
+    The tied head of a Llama is stored separately; it is one tensor in the engine.
+    """
     groups = {name: group for group in tree["optim"]["param_groups"] for name in group["params"]}
     for stage in (1, 3):
-        work = load_each, NetCase(stage, 1).on(**options).training(1), [Load(str(folder))]
+        work = load_each, kind(stage, 1).on(**options).training(1), [Load(str(folder))]
         ((local,),) = world.run(*work)
         state = local.state
-        assert set(state.parameters) | set(state.buffers) == set(tree["model"])
         held = {name: each.fp32 for name, each in state.parameters.items()} | state.buffers
+        assert held.keys() == tree["model"].keys() - {"lm_head.weight"}
         check_same(held, {name: tree["model"][name].to(held[name].dtype) for name in held})
         for name, each in state.parameters.items():
             saved = dict(tree["optim"]["state"][name])
-            assert each.scalars["step"] == float(saved.pop("step")) == 3
+            assert each.scalars["step"] == float(saved.pop("step")) == state.counters["global_steps"] == steps
             check_same(each.tensors, saved)
-            for key in ("lr", "betas", "eps", "weight_decay"):
-                assert each.hyper[key] == groups[name][key]
-        assert state.counters["global_steps"] == 3
-        assert any(f"neither model nor optimizer: {beside}." in line for _, line in local.log)
-
-
-def check_llama(world: World, sharded: Path, full: Path) -> None:
-    """Compare loads with torch's states. Both kinds store the tied head separately; it is one tensor in the engine."""
-    tree = read_folders(sharded)
-    found = world.run(trainers_fsdp.load_llama, [str(sharded), str(full)], (1, 3))[0]
-    assert len(found) == 4
-    for state, heard in found:
-        assert set(state.parameters) == tree["model"].keys() - {"lm_head.weight"} == tree["optim"]["state"].keys()
-        for name, held in state.parameters.items():
-            saved = dict(tree["optim"]["state"][name])
-            assert held.scalars["step"] == float(saved.pop("step")) == 2
-            check_same({"fp32": held.fp32, **held.tensors}, {"fp32": tree["model"][name], **saved})
-            assert held.hyper["lr"] == tree["optim"]["param_groups"][0]["lr"]
-        (line,) = [line for line in heard if "neither model nor optimizer" in line]
-        assert "rng_state_0.pth, rng_state_1.pth, scheduler.pt, trainer_state.json" in line
+            assert all(each.hyper[key] == groups[name][key] for key in ("lr", "betas", "eps", "weight_decay"))
+        assert any("neither model nor optimizer" in line and beside in line for _, line in local.log)
 
 
 def test_the_trainer_resumes_or_refuses_each_format(tmp_path: Path, ucp_worlds: WorldPool) -> None:
@@ -127,7 +114,9 @@ def test_the_trainer_resumes_or_refuses_each_format(tmp_path: Path, ucp_worlds: 
     for how in ("SHARDED", "FULL"):
         ucp_worlds.get(2).run(trainers_fsdp.train, how, str(tmp_path / how), steps=2, save=2)
         folders[how] = tmp_path / how / "checkpoint-2"
-    check_llama(ucp_worlds.get(1), folders["SHARDED"], folders["FULL"])
+        tree = read_folders(tmp_path / "SHARDED/checkpoint-2")
+        beside = "rng_state_0.pth, rng_state_1.pth, scheduler.pt, trainer_state.json"
+        check_engines(ucp_worlds.get(1), trainers_fsdp.LlamaCase, folders[how], tree, 2, beside)
     folders["dcp"] = export(saved, tmp_path / "dcp/checkpoint-2")
     numbered = tmp_path / "numbered/checkpoint-2"
     shutil.copytree(saved, numbered, ignore=shutil.ignore_patterns(*OURS))
@@ -167,8 +156,8 @@ def test_accelerate_resumes_or_refuses_each_format(tmp_path: Path, ucp_worlds: W
             tree = {"model": torch.load(model, weights_only=True), "optim": torch.load(optim, weights_only=True)}
         else:
             tree = read_folders(folders[how])
-        beside = "random_states_0.pkl, random_states_1.pkl, scheduler.bin"
-        check_engines(ucp_worlds.get(1), folders[how], tree, beside)
+        beside = ": random_states_0.pkl, random_states_1.pkl, scheduler.bin."
+        check_engines(ucp_worlds.get(1), NetCase, folders[how], tree, 3, beside)
     folders["dcp"] = export(saved, tmp_path / "dcp/it")
     refused = make_plain(saved, tmp_path)
     torch.manual_seed(11)
@@ -200,7 +189,7 @@ def test_lightning_resumes_or_refuses_each_format(tmp_path: Path, ucp_worlds: Wo
         groups = [{**group, "params": cut(dict.fromkeys(group["params"]))} for group in optim["param_groups"]]
         tree = {"model": cut(weights), "optim": {"state": cut(optim["state"]), "param_groups": groups}}
         rules = {"rename": [{"from": r"net\.(?P<rest>.*)", "to": "{rest}"}]}
-        check_engines(pool, folders[how], tree, "meta.pt (schedulers, loops)", patterns=rules)
+        check_engines(pool, NetCase, folders[how], tree, 3, ": meta.pt (schedulers, loops).", patterns=rules)
     refused = {**make_plain(saved, tmp_path), "dcp": export(saved, tmp_path / "dcp/it.ckpt")}
     found = resume("lightning", {**folders, **refused}, ucp_worlds)
     check(found, folders, refused, samples=2, advice="engine.load_checkpoint(folder) in on_fit_start")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,6 @@ import torch
 import torch.distributed as dist
 from trainers_common import choose_gloo, make_config
 
-from deepspeed_ucp.testing.capture import CapturedEngine, capture
 from tests.support import fsdp_run
 from tests.support.engines.cases import Case
 from tests.support.engines.letters import group
@@ -25,9 +25,9 @@ from tests.support.engines.ranks import listen
 
 
 @contextmanager
-def choose(kind: str) -> Iterator[None]:
-    """Restore the environment, which Accelerate changes."""
-    with mock.patch.dict(os.environ), choose_gloo(kind):
+def choose(how: str) -> Iterator[None]:
+    """Choose gloo; at the end restore the environment, which Accelerate changes."""
+    with mock.patch.dict(os.environ), choose_gloo("MULTI_CPU" if how == "deepspeed" else "MULTI_GPU"):
         yield
 
 
@@ -48,7 +48,7 @@ def accelerate(
         how: ``deepspeed``, or the version of FSDP and the kind of its state dicts.
         warm: take a step before the load, so that the optimizer has states.
     """
-    with choose("MULTI_CPU" if how == "deepspeed" else "MULTI_GPU"):
+    with choose(how):
         accelerator = _make_accelerator(how)
         net, optimizer = fsdp_run.build(seed=1 if load else 0)
         prepared = accelerator.prepare(net, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5))
@@ -124,9 +124,11 @@ def train(
     """
     from transformers import Trainer, TrainingArguments
 
-    with choose("MULTI_CPU" if how == "deepspeed" else "MULTI_GPU"):
-        config = make_config(2, gradient_clipping=1.0)
+    with choose(how):
         fsdp = {"version": 2, "state_dict_type": f"{how}_STATE_DICT", "cpu_ram_efficient_loading": False}
+        chosen: dict[str, Any] = {"fsdp": True, "fsdp_config": fsdp}
+        if how == "deepspeed":
+            chosen = {"deepspeed": make_config(2, gradient_clipping=1.0)}
         args = TrainingArguments(
             output_dir=folder,
             max_steps=steps,
@@ -139,7 +141,7 @@ def train(
             logging_steps=1,
             report_to=[],
             disable_tqdm=True,
-            **({"deepspeed": config} if how == "deepspeed" else {"fsdp": True, "fsdp_config": fsdp}),
+            **chosen,
         )
         drawn = [torch.randint(0, 64, (8,), generator=torch.Generator().manual_seed(number)) for number in range(64)]
         data: Any = [{"input_ids": each, "labels": each} for each in drawn]
@@ -151,19 +153,14 @@ def train(
     return losses
 
 
-def load_llama(folders: list[str], stages: tuple[int, ...]) -> list[tuple[CapturedEngine, list[str]]]:
-    """Load into engines with other weights; returns their states and logs."""
-    found = []
-    for folder in folders:
-        for stage in stages:
-            model = make_llama(seed=1)
-            optimizer, config = torch.optim.AdamW(group(model), lr=1e-2), Case(stage, 1).on().ds_config
-            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-            with listen() as heard:
-                engine.load_checkpoint(folder)
-            found.append((capture(engine), [text for _, text in heard]))
-            engine.destroy()
-    return found
+@dataclass(frozen=True)
+class LlamaCase(Case):
+    """An engine of `make_llama`."""
+
+    def make(self, seed: int) -> Any:
+        model = make_llama(seed)
+        optimizer = torch.optim.AdamW(group(model), lr=1e-2)
+        return deepspeed.initialize(model=model, optimizer=optimizer, config=self.ds_config)[0]
 
 
 # -- Lightning --------------------------------------------------------------------------------------------------------
