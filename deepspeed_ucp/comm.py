@@ -177,9 +177,6 @@ class Comm:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.leave(error)
-
-    def leave(self, error: BaseException | None = None) -> None:
         """Leave the launch; after an error of this rank alone, end the other ranks too."""
 
 
@@ -321,7 +318,7 @@ class TorchComm(Comm):
         self.dist.all_reduce(flags, op=self.dist.ReduceOp.MAX)
         return flags.cpu().numpy().astype(np.bool_)
 
-    def leave(self, error: BaseException | None = None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Destroy an own process group, or report this rank's error to waiting ranks."""
         if error is not None and not is_shared(error):
             if self.store is not None:
@@ -370,7 +367,7 @@ class MpiComm(Comm):
         self.mpi.COMM_WORLD.Allreduce(flags, joined, op=self.mpi.LOR)
         return joined
 
-    def leave(self, error: BaseException | None = None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """After an error of this rank alone, print it and abort the waiting ranks."""
         if error is None or is_shared(error):
             return

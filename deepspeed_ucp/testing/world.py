@@ -235,14 +235,13 @@ class WorldPool(AbstractContextManager["WorldPool"]):
     """Worlds by size, started on demand and replaced after a failed call."""
 
     def __init__(self, *, timeout: float = DEFAULT_TIMEOUT, env: Mapping[str, str] | None = None):
-        self._timeout = timeout
-        self._env = dict(env or {})
+        self._make = functools.partial(World, timeout=timeout, env=dict(env or {}))
         self._worlds: dict[int, World] = {}
 
     def get(self, world_size: int) -> World:
         world = self._worlds.get(world_size)
         if world is None or world.closed:
-            world = self._worlds[world_size] = World(world_size, timeout=self._timeout, env=self._env)
+            world = self._worlds[world_size] = self._make(world_size)
         return world
 
     def close(self) -> None:

@@ -184,7 +184,8 @@ def keep_total_batch(trainer: Any, folder: str, micro: int, config: UniversalCon
 
     Raises:
         CheckpointError: the folder has no engine state.
-        MismatchError: the script sets another total batch, or these ranks cannot make the saved one.
+        MismatchError: the ds_config has another total batch, the script has changed its batch sizes in an unchanged
+            world, or these ranks cannot make the saved total batch.
         UnsupportedError: ``auto_find_batch_size`` with transformers 4, whose gradients would have another size.
     """
     args, comm = trainer.args, connect()
@@ -199,7 +200,12 @@ def keep_total_batch(trainer: Any, folder: str, micro: int, config: UniversalCon
     fit, total = (live.micro, live.accumulation), job.total_batch or live.total
     if not live.check_total(folder, job, config):
         written = None if by_trial else _read_explicit_total(args)
-        fit = choose_batch(job, folder, live, written and written // width, width, by_trial=by_trial)
+        if job.total_batch and written is not None and written // width != job.total_batch:
+            live.refuse(folder, job, f'Write train_batch_size {job.total_batch * width} or "auto" into the ds_config')
+        fit = live.fit(folder, job)
+        if job.ranks == comm.size and job.asked != live.micro * live.accumulation and not by_trial:
+            advice = f"Set per_device_train_batch_size={fit[0] * width} and gradient_accumulation_steps={fit[1]}"
+            live.refuse(folder, job, advice)
     elif total != live.total:
         if comm.rank == 0:
             logger.warning(
@@ -234,29 +240,6 @@ def splits_batches(args: Mapping[str, Any]) -> bool:
     state = config.state if isinstance(config, PickledObject) else config
     values = state if isinstance(state, Mapping) else getattr(state, "__dict__", {})
     return bool(values.get("split_batches"))
-
-
-def choose_batch(
-    job: SavedJob, folder: str, live: BatchSizes, written: int | None, width: int = 1, *, by_trial: bool = False
-) -> tuple[int, int]:
-    """Choose (per-device batch, accumulation) for a saved total batch.
-
-    Args:
-        written: explicit total batch of the user's ds_config.
-        width: ranks that share a batch of the trainer, which ds_config and arguments count once per rank.
-        by_trial: the trainer has found the micro batch by trial (``auto_find_batch_size``).
-
-    Raises:
-        MismatchError: the ds_config has another total batch, the script has changed its batch sizes in an unchanged
-            world, or the ranks cannot make the total batch.
-    """
-    if job.total_batch and written not in (None, job.total_batch):
-        live.refuse(folder, job, f'Write train_batch_size {job.total_batch * width} or "auto" into the ds_config')
-    fit = live.fit(folder, job)
-    if job.ranks == connect().size and job.asked != live.micro * live.accumulation and not by_trial:
-        advice = f"Set per_device_train_batch_size={fit[0] * width} and gradient_accumulation_steps={fit[1]}"
-        live.refuse(folder, job, advice)
-    return fit
 
 
 def _read_explicit_total(args: Any) -> int | None:

@@ -14,7 +14,7 @@ from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.model.index import BATCH_SIZES, SavedJob
 from deepspeed_ucp.trainers import accelerating, lightning
 from deepspeed_ucp.trainers.batches import BatchSizes
-from deepspeed_ucp.trainers.huggingface import _record_begun, choose_batch, find_factor, find_state
+from deepspeed_ucp.trainers.huggingface import _record_begun, find_factor, find_state
 
 
 def test_float_batch_sizes_under_sequence_parallelism_are_accepted() -> None:
@@ -26,7 +26,7 @@ def test_float_batch_sizes_under_sequence_parallelism_are_accepted() -> None:
 
 def test_ranks_that_cannot_share_the_total_batch_are_refused() -> None:
     with pytest.raises(MismatchError, match="8 samples, this run has 12 .*Use a number of ranks that divides it"):
-        choose_batch(SavedJob(2, 1, 6, 8, 1), "folder", BatchSizes(4, 1, 3), None)
+        BatchSizes(4, 1, 3).fit("folder", SavedJob(2, 1, 6, 8, 1))
 
 
 COUNTERS = {"dp_world_size": 4, "global_steps": 5, **dict(zip(BATCH_SIZES, (8, 2, 2), strict=True))}

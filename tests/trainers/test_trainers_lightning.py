@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ if find_spec("lightning") is None:
 import trainers_common
 
 if TYPE_CHECKING:
-    from trainers_lightning import Setting, Trained
+    from trainers_lightning import Trained
 
 STEPS, CUT = 13, 4
 
@@ -31,12 +31,6 @@ STEPS, CUT = 13, 4
 def training() -> Any:
     """Import Lightning at its first use: it takes a second, and every worker collects this module."""
     return importlib.import_module("trainers_lightning")
-
-
-def set_up(stage: int, ranks: int, accumulation: int, elastic: bool = True) -> Setting:
-    """Settings for the same samples of a step in every world."""
-    micro = training().TOTAL // ranks // accumulation
-    return training().Setting(stage, micro, accumulation, elastic)
 
 
 def agree(whole: list[Trained], rest: list[Trained], first: int) -> None:
@@ -59,11 +53,9 @@ def test_batches_are_counted_in_whole_steps_of_this_run(
     was: int | None, now: int, done: int, lag: int, expected: tuple[int, int, int]
 ) -> None:
     counts = {"ready": done, "started": done, "processed": done, "completed": done - lag}
-    progress = {"total": dict(counts), "current": dict(counts), "is_last_batch": False}
+    progress: dict[str, Any] = {"total": dict(counts), "current": dict(counts), "is_last_batch": False}
     rest = convert_counts(progress, was, now)
-    for part in ("total", "current"):
-        held = progress[part]
-        assert isinstance(held, dict)
+    for held in (progress["total"], progress["current"]):
         assert held["ready"] == held["started"] == held["processed"]
         assert (held["processed"], held["completed"], rest) == expected
 
@@ -71,13 +63,11 @@ def test_batches_are_counted_in_whole_steps_of_this_run(
 def test_data_without_saved_position_begins_anew() -> None:
     """These are a sampler that follows no engine, and a stateful loader without a saved state."""
     sampler = ElasticSampler(10, 2, rank=0, world=1)
-    loader, engine = SimpleNamespace(sampler=sampler), SimpleNamespace(global_samples=4, train_batch_size=lambda: 2)
+    loader, stateful = SimpleNamespace(sampler=sampler), SimpleNamespace(state_dict=dict, load_state_dict=dict)
+    assert [_is_positioned(stateful, restored=restored) for restored in (False, True)] == [False, True]
     assert not _is_positioned(loader, restored=True)
-    sampler.follow(engine)
+    sampler.follow(SimpleNamespace(global_samples=4, train_batch_size=lambda: 2))
     assert _is_positioned(loader, restored=False)
-    loader = SimpleNamespace(state_dict=dict, load_state_dict=dict)
-    assert not _is_positioned(loader, restored=False)
-    assert _is_positioned(loader, restored=True)
 
 
 @pytest.mark.parametrize(
@@ -103,23 +93,23 @@ def test_a_checkpoint_in_a_file_may_have_the_positions_of_loaders(loops: object,
 @pytest.mark.timeout(600)
 def test_lightning_runs_resume_in_other_worlds(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """They resume within an epoch with fewer, equally many and more ranks. Errors and warnings follow."""
-    one, two = ucp_worlds.get(1), ucp_worlds.get(2)
-    source = set_up(1, 2, 1)
-    folder = str(tmp_path / "a")
-    whole = two.run(training().train, source, STEPS)
+    one, two = (partial(ucp_worlds.get(ranks).run, training().train) for ranks in (1, 2))
+    make, folder = training().Setting, str(tmp_path / "a")
+    source = make(1, 2)
+    whole = two(source, STEPS)
     assert [*whole[0].samples] == list(range(1, STEPS + 1))
-    two.run(training().train, source, STEPS, save=(CUT, folder))
-    agree(whole, one.run(training().train, set_up(3, 1, 2), STEPS, load=folder), CUT + 1)
-    same = two.run(training().train, set_up(1, 2, 1), STEPS, load=folder)
+    two(source, STEPS, save=(CUT, folder))
+    agree(whole, one(make(3, 1, 2), STEPS, load=folder), CUT + 1)
+    same = two(source, STEPS, load=folder)
     agree(whole, same, CUT + 1)
     assert [rank.drawn[CUT + 1] for rank in same] == [rank.drawn[CUT + 1] for rank in whole]
-    one.run(training().train, set_up(3, 1, 2), STEPS, save=(7, str(tmp_path / "b")), load=folder)
-    agree(whole, two.run(training().train, set_up(2, 2, 4), STEPS, load=str(tmp_path / "b")), 8)
-    (wrong,) = one.run(training().train, set_up(1, 2, 1, elastic=False), STEPS, load=folder)
+    one(make(3, 1, 2), STEPS, save=(7, str(tmp_path / "b")), load=folder)
+    agree(whole, two(make(2, 2, 4), STEPS, load=str(tmp_path / "b")), 8)
+    (wrong,) = one(make(1, 2, elastic=False), STEPS, load=folder)
     assert "MismatchError" in wrong.error and "accumulate_grad_batches=2" in wrong.error
-    for rank in two.run(training().train, source, STEPS, load=folder, use_distributed_sampler=True):
+    for rank in two(source, STEPS, load=folder, use_distributed_sampler=True):
         assert "ConfigError" in rank.error and "use_distributed_sampler=False" in rank.error
-    (again,) = one.run(training().train, set_up(1, 1, 2, elastic=False), 5, load=folder)
+    (again,) = one(make(1, 1, 2, elastic=False), 5, load=folder)
     log = "\n".join(again.warnings)
     assert "it repeats the epoch's first batches, and skips its last 8" in log
     assert "an epoch has 13 batches, no multiple of accumulate_grad_batches=2" in log
@@ -127,14 +117,13 @@ def test_lightning_runs_resume_in_other_worlds(tmp_path: Path, ucp_worlds: World
 
 def test_classes_of_the_script_need_trust_pickle(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """Excluded frozen layers need `strict_loading = False`."""
-    one, two, folder = ucp_worlds.get(1), ucp_worlds.get(2), str(tmp_path / "checkpoint")
-    setting = replace(set_up(2, 2, 1), script_class=True, frozen=True)
-    begun = two.run(training().train, setting, 3, save=(2, folder))
+    one, folder = partial(ucp_worlds.get(1).run, training().train), str(tmp_path / "checkpoint")
+    setting, target = (training().Setting(each, each, script_class=True, frozen=True) for each in (2, 1))
+    begun = ucp_worlds.get(2).run(training().train, setting, 3, save=(2, folder))
     assert (Path(folder) / "latest").read_text() == "checkpoint"
-    target = replace(set_up(1, 1, 1), script_class=True, frozen=True)
-    (refused,) = one.run(training().train, target, 3, load=folder)
+    (refused,) = one(target, 3, load=folder)
     assert "trainers_lightning.ScriptClass" in refused.error and "trust_pickle" in refused.error
-    (resumed,) = one.run(training().train, target, 3, load=folder, default_on={"trust_pickle": True})
+    (resumed,) = one(target, 3, load=folder, default_on={"trust_pickle": True})
     assert (resumed.error, resumed.loaded, list(resumed.samples)) == ("", "ScriptClass", [3])
     assert not (set(begun[0].samples[1]) & set(resumed.samples[3]))
 
@@ -142,12 +131,12 @@ def test_classes_of_the_script_need_trust_pickle(tmp_path: Path, ucp_worlds: Wor
 def test_the_last_complete_checkpoint_is_kept_during_newer_writes(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """Training does not wait. At the end all saves are written and older ones removed."""
     folder, options = str(tmp_path / "out"), {"save": {"memory": str(tmp_path / "memory"), "wait_s": 240.0}}
-    (saves, error), _ = ucp_worlds.get(2).run(training().rotate, set_up(1, 2, 1), folder, options)
+    (saves, error), _ = ucp_worlds.get(2).run(training().rotate, training().Setting(1, 2), folder, options)
     assert error == ""
     assert saves[4:7] == [{"step=2.ckpt": True}] * 3  # when steps 5, 6 and 7 begin
     assert saves[-1] == {"step=8.ckpt": True}
     resumed = ucp_worlds.get(1).run(
-        training().train, set_up(2, 1, 1), 9, load=f"{folder}/step=8.ckpt", default_on=options
+        training().train, training().Setting(2, 1), 9, load=f"{folder}/step=8.ckpt", default_on=options
     )
     assert [list(rank.samples) for rank in resumed] == [[9]] and resumed[0].error == ""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,20 +73,31 @@ def pretrain(
     install(default_on=default_on)
     from config import Degrees, GPTConfig  # type: ignore[import-not-found]
     from megatron import checkpointing, global_vars, training  # type: ignore[import-not-found]
+    from metadata import megatron_arguments  # type: ignore[import-not-found]
     from training import Trainer  # type: ignore[import-not-found]
 
     tp, pp, pipeline = degrees
     config = GPTConfig(**SIZES, seed=1)
-    args = _make_args(degrees, folder, flag, stage, section)
+    ds_config = {
+        "train_batch_size": BATCH,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+        **({} if section is None else {"checkpoint": section}),
+    }
+    path = Path(folder) / f"ds_config_{dist.get_rank()}.json"
+    path.write_text(json.dumps(ds_config))
+    args = megatron_arguments(config, Degrees(tp, pp, pipeline=pipeline))
+    more = {"deepspeed_config": str(path), "universal_checkpoint": flag, "seed": SEED, "consumed_train_samples": 0}
+    vars(args).update(more, save=folder, load=folder)
     global_vars.set_args(args)
     torch.manual_seed(SEED)
-    ds_config = training.make_config()
+    ds_config = training._create_ds_config_dict()
     trainer = Trainer(config, Degrees(tp, pp, pipeline=pipeline), ds_config)
     args.tensor_rank = trainer.parallel.tensor.rank
     checkpointing.seed_tensor_ranks(SEED)
     record = Pretrained([], [], 0, 0, False, ds_config.get("checkpoint"))
     try:
-        record.begin = training.resume(trainer.engine)
+        record.begin = training.load_checkpoint([trainer.engine], None, None)
     except AssertionError as error:
         record.error = str(error)
     while not record.error and trainer.step < steps:
@@ -103,30 +115,9 @@ def pretrain(
     return record
 
 
-def _make_args(degrees: tuple[int, int, bool], folder: str, flag: bool, stage: int, section: Any) -> Any:
-    from config import Degrees, GPTConfig
-    from metadata import megatron_arguments  # type: ignore[import-not-found]
-
-    tp, pp, pipeline = degrees
-    args = megatron_arguments(GPTConfig(**SIZES, seed=1), Degrees(tp, pp, pipeline=pipeline))
-    path = Path(folder) / f"ds_config_{dist.get_rank()}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    ds_config = {
-        "train_batch_size": BATCH,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
-        "zero_optimization": {"stage": stage},
-        **({} if section is None else {"checkpoint": section}),
-    }
-    path.write_text(json.dumps(ds_config))
-    args.deepspeed_config, args.universal_checkpoint = str(path), flag
-    args.save = args.load = folder
-    args.seed, args.consumed_train_samples = SEED, 0
-    return args
-
-
 def test_megatron_scripts_resume_at_other_degrees(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    world, folder, train = ucp_worlds.get(RANKS), str(tmp_path), pretrain
-    whole = world.run(train, TP2, 1, folder, STEPS, save=CUT)
+    run, folder = partial(ucp_worlds.get(RANKS).run, pretrain), str(tmp_path)
+    whole = run(TP2, 1, folder, STEPS, save=CUT)
     assert len({tuple(rank.drawn) for rank in whole}) == RANKS
     later = whole[0].losses[CUT:]
     for degrees, stage, options in (
@@ -136,7 +127,7 @@ def test_megatron_scripts_resume_at_other_degrees(tmp_path: Path, ucp_worlds: Wo
         (TP2, 2, {"default_on": True}),
         (TP2, 0, {"default_on": True, "flag": True}),
     ):
-        resumed = world.run(train, degrees, stage, folder, STEPS, **options)
+        resumed = run(degrees, stage, folder, STEPS, **options)
         assert [rank.error for rank in resumed] == [""] * RANKS
         assert {(rank.begin, rank.consumed) for rank in resumed} == {(CUT, STEPS * BATCH)}
         assert resumed[0].losses == pytest.approx(later, rel=1e-5)
@@ -144,7 +135,7 @@ def test_megatron_scripts_resume_at_other_degrees(tmp_path: Path, ucp_worlds: Wo
         assert own is (degrees == TP2)
         assert {rank.universal for rank in resumed} == {degrees != TP2 or "flag" in options}
     assert resumed[0].section == {"load_universal": True}
-    (off, _) = world.run(train, TP2, 1, folder, STEPS)
+    (off, _) = run(TP2, 1, folder, STEPS)
     assert off.error == "" and off.drawn == whole[0].drawn[CUT:], "its own load"
 
 
@@ -156,13 +147,13 @@ def test_megatron_pipelines_resume_in_another_topology_and_back(
     source: tuple[int, int, bool], target: tuple[int, int, bool], flag: bool, tmp_path: Path, ucp_worlds: WorldPool
 ) -> None:
     """The first topology then resumes a save under the same tag, next to files of a larger model-parallel degree."""
-    world, folder, train = ucp_worlds.get(RANKS), str(tmp_path), pretrain
-    whole = world.run(train, source, 1, folder, STEPS + 1, save=CUT)
-    world.run(train, source, 1, folder, STEPS, save=STEPS, default_on=True)
+    run, folder = partial(ucp_worlds.get(RANKS).run, pretrain), str(tmp_path)
+    whole = run(source, 1, folder, STEPS + 1, save=CUT)
+    run(source, 1, folder, STEPS, save=STEPS, default_on=True)
     (Path(folder) / "latest").write_text(f"global_step{CUT}")
-    there = world.run(train, target, 1, folder, STEPS, save=STEPS, flag=flag, default_on=True)
-    again = world.run(train, target, 1, folder, STEPS + 1, flag=flag, default_on=True)
-    back = world.run(train, source, 1, folder, STEPS + 1, flag=flag, default_on=True)
+    there = run(target, 1, folder, STEPS, save=STEPS, flag=flag, default_on=True)
+    again = run(target, 1, folder, STEPS + 1, flag=flag, default_on=True)
+    back = run(source, 1, folder, STEPS + 1, flag=flag, default_on=True)
     assert [rank.error for rank in (*there, *again, *back)] == [""] * 3 * RANKS
     assert there[-1].losses == pytest.approx(whole[-1].losses[CUT:STEPS], rel=1e-5)
     for resumed in (again, back):  # other degrees round differently

@@ -31,16 +31,23 @@ FEATURES, SAMPLES, TOTAL = 11, 51, 8
 
 @dataclass(frozen=True)
 class Setting:
-    """The options of a script that a resume may change."""
+    """The options of a script that a resume may change; a step has the same samples in every world.
+
+    Attributes:
+        frozen: freeze a layer, and exclude it from checkpoints.
+        script_class: put an object of the script's class into the hyper-parameters.
+    """
 
     stage: int
-    micro: int
-    accumulation: int
+    ranks: int
+    accumulation: int = 1
     elastic: bool = True
     frozen: bool = False
-    """Freeze a layer, and exclude it from checkpoints."""
     script_class: bool = False
-    """Put an object of the script's class into the hyper-parameters."""
+
+    @property
+    def micro(self) -> int:
+        return TOTAL // self.ranks // self.accumulation
 
 
 class ScriptClass:
@@ -140,9 +147,9 @@ def train(
     with _choose_cpu(default_on), listen(record.warnings):
         frozen = {"exclude_frozen_parameters": setting.frozen}
         strategy = make_strategy(DeepSpeedStrategy, setting.stage, setting.micro, **frozen)
-        options = {"use_distributed_sampler": not setting.elastic, **options}
-        accumulation = {"accumulate_grad_batches": setting.accumulation}
-        trainer = make_trainer(strategy, LightningEnvironment(), max_steps=steps, **accumulation, **options)
+        options = {"use_distributed_sampler": not setting.elastic, "max_steps": steps, **options}
+        options["accumulate_grad_batches"] = setting.accumulation
+        trainer = make_trainer(strategy, LightningEnvironment(), **options)
         try:
             trainer.fit(net, ckpt_path=load)
         except Exception as error:  # noqa: BLE001 - for the test
@@ -151,9 +158,8 @@ def train(
 
 
 def make_strategy(kind: Any, stage: int, micro: int, **options: Any) -> Any:
-    sizes = {"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": micro}
-    config = {**sizes, "zero_allow_untested_optimizer": True}
-    return kind(config=config, process_group_backend="gloo", **options)
+    config = {"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": micro}
+    return kind(config={**config, "zero_allow_untested_optimizer": True}, process_group_backend="gloo", **options)
 
 
 def make_trainer(strategy: Any, environment: Any, **options: Any) -> pl.Trainer:

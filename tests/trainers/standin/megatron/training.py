@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from .checkpointing import load_checkpoint
+from .checkpointing import load_checkpoint  # noqa: F401 - as there
 from .global_vars import get_args
 
 
@@ -18,12 +18,3 @@ def _create_ds_config_dict() -> Any:
         config["checkpoint"] = {"load_universal": True}
     args.deepspeed_config = None
     return config
-
-
-def make_config() -> Any:
-    return _create_ds_config_dict()
-
-
-def resume(engine: Any) -> int:
-    """As `setup_model_and_optimizer` ends."""
-    return int(load_checkpoint([engine], None, None))
