@@ -144,24 +144,20 @@ def _list_shuffled(wrapper: Any, index: int, flat: Tensor) -> Masters:
     process_group = wrapper.real_dp_process_group[index]
     for parameter in wrapper.bit16_groups[index]:
         start = (parameter.data_ptr() - lowered.data_ptr()) // lowered.element_size() if parameter.numel() else 0
-        yield parameter, flat, functools.partial(_gather_and_cut, process_group, _cut(parameter, start))
+        yield parameter, flat, functools.partial(_gather_and_cut, process_group, _cut(parameter, start), slice(None))
 
 
 def _list_partitioned(parameters: list[Any], flat: Tensor) -> Masters:
     """List 16-bit masters of stage 3, whose moments DeepSpeed's getters would round."""
     start = 0
     for parameter in parameters:
-        yield parameter, flat, functools.partial(_gather_partitions, parameter, start)
-        start += parameter.partition_numel()
+        cut, end = _cut(torch.empty(parameter.ds_shape, device="meta"), 0), start + parameter.partition_numel()
+        yield parameter, flat, functools.partial(_gather_and_cut, parameter.ds_process_group, cut, slice(start, end))
+        start = end
 
 
-def _gather_partitions(parameter: Any, start: int, flat: Tensor) -> Tensor:
-    partition = flat.narrow(0, start, parameter.partition_numel())
-    cut = _cut(torch.empty(parameter.ds_shape, device="meta"), 0)
-    return _gather_and_cut(parameter.ds_process_group, cut, partition)
-
-
-def _gather_and_cut(process_group: Any, cut: Whole, partition: Tensor) -> Tensor:
+def _gather_and_cut(process_group: Any, cut: Whole, span: slice, flat: Tensor) -> Tensor:
+    partition = flat[span]
     parts = [torch.empty_like(partition) for _ in range(dist.get_world_size(process_group))]
     dist.all_gather(parts, partition.detach().contiguous(), group=process_group)
     return cut(torch.cat(parts))

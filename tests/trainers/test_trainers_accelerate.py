@@ -66,7 +66,7 @@ def make_scheduler(kind: str, optimizer: Any, ranks: int) -> Any:
         return lr_scheduler.CosineAnnealingLR(optimizer, T_max=most)
     if kind == "one-cycle":
         return lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=most)
-    return lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / most))
+    return LambdaLR(optimizer, lambda step: max(0.0, 1 - step / most))
 
 
 def train(
@@ -154,9 +154,8 @@ def rotate(folder: str, ds_config: dict[str, Any]) -> tuple[list[dict[str, bool]
     saves = list[dict[str, bool]]()
     with choose_gloo():
         accelerator, count, _, (model, optimizer, loader, scheduler) = _prepare(ds_config, 4, 1, "plain")
-        accelerator.project_configuration = ProjectConfiguration(
-            folder, automatic_checkpoint_naming=True, total_limit=1
-        )
+        naming = {"automatic_checkpoint_naming": True, "total_limit": 1}
+        accelerator.project_configuration = ProjectConfiguration(folder, **naming)
         holding = hold_writes()
         for number, batch in enumerate(loader):
             accelerator.backward(model(**batch)["loss"])
@@ -178,19 +177,14 @@ def rotate(folder: str, ds_config: dict[str, Any]) -> tuple[list[dict[str, bool]
     return saves, count.steps
 
 
-def save_twice(folder: str, ds_config: dict[str, Any]) -> str:
-    """Return the error of the second save to a folder, while writes are held back."""
+def save_twice(folder: str, ds_config: dict[str, Any]) -> None:
+    """Save to a folder a second time, while writes are held back."""
     with choose_gloo():
         accelerator, _, _, prepared = _prepare(ds_config, 8, 1, "plain")
         accelerator.save_state(folder)
-        with hold_writes():
-            try:
-                accelerator.save_state(folder)
-            except StorageError as error:
-                return str(error)
-            finally:
-                prepared[0].destroy()
-    return ""
+        with hold_writes(), pytest.raises(StorageError, match="not all saves are written after"):
+            accelerator.save_state(folder)
+        prepared[0].destroy()
 
 
 def split(kind: type[Order], world: int) -> list[int]:
@@ -216,8 +210,11 @@ def agree(whole: list[Trained], rest: list[Trained], first: int) -> None:
     assert {(each.steps, each.custom) for each in rest} == {(STEPS, STEPS)}
 
 
+Saved = tuple[Path, list[Trained]]
+
+
 @pytest.fixture(scope="module")
-def saved(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Trained]]:
+def saved(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """A run of two ranks with two micro batches of two samples; the last save is in the middle of a step."""
     folder = tmp_path_factory.mktemp("accelerate")
     save = {10: str(folder / "five"), 13: str(folder / "middle")}
@@ -230,7 +227,7 @@ def saved(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> tu
     ("ranks", "micro", "accumulation"), [(1, 4, 2), (1, 4, 1), (2, 2, 2)], ids=["1", "1-derived", "2"]
 )
 def test_accelerate_continues_in_another_world(
-    ranks: int, micro: int, accumulation: int, saved: tuple[Path, list[Trained]], ucp_worlds: WorldPool
+    ranks: int, micro: int, accumulation: int, saved: Saved, ucp_worlds: WorldPool
 ) -> None:
     (folder, whole), options = saved, dict[str, Any](micro=micro, accumulation=accumulation)
     for resume, first in (("five", 6), ("eight", 9)):  # the resumed run makes the second save
@@ -327,7 +324,7 @@ def test_schedules_continue_after_two_resumes(
         agree(whole, ucp_worlds.get(world).run(train, make_config(1), **again), 8)
 
 
-def test_a_partial_step_is_repeated_from_its_start(saved: tuple[Path, list[Trained]], ucp_worlds: WorldPool) -> None:
+def test_a_partial_step_is_repeated_from_its_start(saved: Saved, ucp_worlds: WorldPool) -> None:
     """The gradient of the first micro batch was not saved."""
     folder, whole = saved
     for ranks, micro in ((2, 2), (1, 4)):
@@ -348,22 +345,21 @@ def test_a_partial_step_is_repeated_from_its_start(saved: tuple[Path, list[Train
     ids=["same-world", "other-micro-batch"],
 )
 def test_another_total_batch_is_refused(
-    ranks: int, options: dict[str, Any], advice: str, saved: tuple[Path, list[Trained]], ucp_worlds: WorldPool
+    ranks: int, options: dict[str, Any], advice: str, saved: Saved, ucp_worlds: WorldPool
 ) -> None:
-    arguments = (train, make_config(2))
-    options["resume"] = str(saved[0] / "five")
-    for error in ucp_worlds.get(ranks).run(trainers_common.attempt, *arguments, **options):
+    resume = {"resume": str(saved[0] / "five"), **options}
+    for error in ucp_worlds.get(ranks).run(trainers_common.attempt, train, make_config(2), **resume):
         assert error.startswith("MismatchError") and advice in error
 
 
-def test_another_order_of_samples_is_a_warning(saved: tuple[Path, list[Trained]], ucp_worlds: WorldPool) -> None:
+def test_another_order_of_samples_is_a_warning(saved: Saved, ucp_worlds: WorldPool) -> None:
     options: dict[str, Any] = {"micro": 4, "accumulation": 2, "resume": str(saved[0] / "five")}
     for seed, warns in ((5, False), (6, True)):
         (rest,) = ucp_worlds.get(1).run(train, make_config(2), seed=seed, **options)
         assert any("another order than in the saved run (seed 5 → 6)" in text for text in rest.warnings) is warns
 
 
-def test_preserved_batch_sizes_apply_to_the_loop(saved: tuple[Path, list[Trained]], ucp_worlds: WorldPool) -> None:
+def test_preserved_batch_sizes_apply_to_the_loop(saved: Saved, ucp_worlds: WorldPool) -> None:
     config = make_config(2, {"preserve_batch_size": True}, train_batch_size=8)
     options: dict[str, Any] = {"micro": 4, "accumulation": 1, "resume": str(saved[0] / "five")}
     rest = ucp_worlds.get(1).run(train, config, **options)
@@ -386,15 +382,13 @@ def test_the_last_complete_checkpoint_is_kept_during_newer_writes(tmp_path: Path
     assert saves[1] == first | second and saves[2] == first | second | third
     assert {"checkpoint_2": True} | {"checkpoint_3": saves[3]["checkpoint_3"]} == saves[3]
     assert (saves[4], steps) == ({"checkpoint_2": True, "checkpoint_3": True}, 4)
-    (tmp_path / "out" / "checkpoints" / "checkpoint_3" / accelerating.OWN).unlink()
-    resume = str(tmp_path / "out" / "checkpoints" / "checkpoint_3")
-    arguments = (train, config)
-    (error,) = ucp_worlds.get(1).run(trainers_common.attempt, *arguments, micro=8, resume=resume)
+    folder = tmp_path / "out" / "checkpoints" / "checkpoint_3"
+    (folder / accelerating.OWN).unlink()
+    (error,) = ucp_worlds.get(1).run(trainers_common.attempt, train, config, micro=8, resume=str(folder))
     assert error.startswith("CheckpointError") and "the save was interrupted" in error
 
 
 def test_a_save_over_an_existing_folder_is_written_at_once(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """Otherwise a crash would leave engine state and Accelerate's files of different saves."""
     config = make_config(1, {"save": {"memory": str(tmp_path / "memory"), "wait_s": 240}})
-    (error,) = ucp_worlds.get(1).run(save_twice, str(tmp_path / "out"), config)
-    assert "not all saves are written after" in error
+    ucp_worlds.get(1).run(save_twice, str(tmp_path / "out"), config)
