@@ -162,7 +162,7 @@ def name_experts_files(save: Save, layers: Sequence[int], model_ranks: range, tp
 
     Args:
         layers: number of experts by layer of a pipeline stage.
-        places: the stage's model-parallel ranks; an expert that is not sharded has a file of at least one of them.
+        model_ranks: of the stage; an expert that is not sharded has a file of at least one of them.
     """
     files = save.names["expert"]
     keys = [(layer, expert) for layer, experts in enumerate(layers) for expert in range(experts)]

@@ -35,7 +35,7 @@ def name_optimizers(experts: ExpertFiles, save: Save, naming: Naming, live: Grou
     assigned = _assign(experts, save, live, naming.ep, order) if live is not None and experts.optims else []
     parts = []
     for mp in range(len(save.models)):
-        files = {ep: file for (place, ep), file in experts.optims.items() if place == mp} or {0: save.models[mp][0]}
+        files = {ep: file for (mp_rank, ep), file in experts.optims.items() if mp_rank == mp} or {0: save.models[mp][0]}
         parts += [
             _name_part(experts, save, mp, ep, file, assigned[ep] if assigned else live) for ep, file in files.items()
         ]
@@ -103,22 +103,22 @@ def _count_ranks(experts: ExpertFiles, save: Save) -> int:
 
 def _join_rank(whole: SavedRank, part: SavedRank, holders: range | None) -> None:
     """Add a rank's parameters to its model-parallel rank, to other ranks only experts."""
-    same_lane = whole.tp_rank == part.tp_rank
-    whole.shapes.update({name: shape for name, shape in part.shapes.items() if same_lane or is_expert(name)})
+    is_same_tp_rank = whole.tp_rank == part.tp_rank
+    whole.shapes.update({name: shape for name, shape in part.shapes.items() if is_same_tp_rank or is_expert(name)})
     flats, at = list(whole.flats), 0
     indices = {flat.names: index for index, flat in enumerate(flats)}
     for flat in part.flats:  # experts keep their places between dense parameters
         spread = any(map(is_expert, flat.names))
         if flat.names in indices:
             at = max(at, indices[flat.names] + len(flats) - len(indices) + 1)
-        elif same_lane or spread:
+        elif is_same_tp_rank or spread:
             flats.insert(at, replace(flat, ranks=holders if spread else None))
             at += 1
     whole.flats = tuple(flats)
     known = [group.members for group in whole.groups] or [()] * len(part.groups)
     whole.groups = tuple(
         GroupInfo(
-            members + tuple(member for member in group.members if same_lane or is_expert(member.name)),
+            members + tuple(member for member in group.members if is_same_tp_rank or is_expert(member.name)),
             drop_labels(group.hyper),
         )
         for members, group in zip(known, part.groups, strict=True)
