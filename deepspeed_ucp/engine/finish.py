@@ -20,7 +20,7 @@ from .base import Target
 from .coverage import find_data_sampler
 from .optimizer import restore_hyper
 from .references import keep_scheduler_references, replace_method
-from .rule import watch_schedule
+from .rule import compare_schedules, is_deepspeeds, read_scheduler, watch_schedule
 
 NOT_CLIENT = (
     "module",
@@ -76,6 +76,12 @@ def check_scheduler(engine: Any, saved: Mapping[str, Any]) -> None:
             f"{expected}. Use the saved run's scheduler, or continue with this run's schedule by "
             "load_lr_scheduler_states=False."
         )
+    kind, name = read_scheduler(saved.get("ds_config")).get("type"), type(scheduler).__name__
+    if state and is_deepspeeds(scheduler) and isinstance(kind, str) and kind != name:
+        raise MismatchError(
+            f"The saved lr_scheduler is {kind}, this run's is {name}. Use the saved run's scheduler, or continue with "
+            "this run's schedule by load_lr_scheduler_states=False."
+        )
     old = state.get("base_lrs") if isinstance(state, Mapping) else None
     new = getattr(engine.lr_scheduler, "base_lrs", None)
     if isinstance(old, list) and isinstance(new, list) and len(old) != len(new):  # torch would mix up groups' rates
@@ -105,7 +111,8 @@ def restore_helpers(engine: Any, saved: Mapping[str, Any], *, with_scheduler: bo
             describe = watch_schedule(helpers[key])
             with keep_scheduler_references(engine):
                 helpers[key].load_state_dict(saved[key])
-            warnings += filter(None, [describe()])
+            edits = [describe(), compare_schedules(engine, saved.get("ds_config")) * (key == "lr_scheduler")]
+            warnings += filter(None, edits)
     new, unused = (", ".join(key for key in helpers if key in one) for one in (live - kept, kept - live))
     if new:
         warnings.append(
@@ -145,8 +152,7 @@ def restore_rates(engine: Any) -> None:
     if scheduler is None:
         return
     groups = engine.optimizer.param_groups
-    is_deepspeeds = type(scheduler).__module__.startswith("deepspeed")
-    rates = scheduler.get_lr() if is_deepspeeds else getattr(scheduler, "_last_lr", None) or []
+    rates = scheduler.get_lr() if is_deepspeeds(scheduler) else getattr(scheduler, "_last_lr", None) or []
     for group, rate in zip(groups, rates, strict=False):
         restore_hyper(group, {"lr": float(rate)})
     moments = scheduler.get_mom() if hasattr(scheduler, "get_mom") else None  # DeepSpeed's OneCycle

@@ -162,10 +162,10 @@ def watch_edits(engine: Any, *, with_scheduler: bool = True) -> Callable[[Fields
     describe_schedule = watch_schedule(engine.lr_scheduler if with_scheduler else None)
 
     def describe(client_state: Fields | None) -> str:
-        schedule = describe_schedule()
+        config = (client_state or {}).get("ds_config")
+        schedule = describe_schedule() or (compare_schedules(engine, config) if with_scheduler else "")
         if not before:
             return schedule
-        config = (client_state or {}).get("ds_config")
         configured = config.get("optimizer") if isinstance(config, dict) else None
         pairs = zip(before, _copy_groups(engine), strict=False)
         options = {"takes_saved": True, "with_scheduler": with_scheduler}
@@ -194,6 +194,32 @@ def watch_schedule(scheduler: Any) -> Callable[[], str]:
         return f"settings of this run's lr_scheduler differ from the saved: {shorten(edits)}; {advice}" if edits else ""
 
     return describe
+
+
+def is_deepspeeds(scheduler: Any) -> bool:
+    """Return True for a scheduler of DeepSpeed's, whose state is only a position."""
+    return type(scheduler).__module__.startswith("deepspeed")
+
+
+def read_scheduler(config: Any) -> Fields:
+    """Return the ``scheduler`` section of a saved ds_config, or an empty dict."""
+    section = config.get("scheduler") if isinstance(config, Mapping) else None
+    return section if isinstance(section, Mapping) else {}
+
+
+def compare_schedules(engine: Any, config: Any) -> str:
+    """Describe differences of a DeepSpeed scheduler's settings from a saved ds_config's."""
+    saved, live = read_scheduler(config).get("params"), getattr(engine, "_config", None)
+    live = getattr(live, "scheduler_params", None)
+    if not (isinstance(saved, Mapping) and isinstance(live, Mapping) and is_deepspeeds(engine.lr_scheduler)):
+        return ""
+    edits = [
+        f"{key} {_show(saved.get(key))} → {_show(live.get(key))}"
+        for key in {**saved, **live}
+        if _differ(saved.get(key), live.get(key))
+    ]
+    advice = "this run's are used from the saved position on."
+    return f"settings of this run's lr_scheduler differ from the saved: {shorten(edits)}; {advice}" if edits else ""
 
 
 def _read_settings(scheduler: Any) -> Fields:

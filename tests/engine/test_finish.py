@@ -102,6 +102,39 @@ def test_replaced_settings_of_a_schedule_are_a_warning(kind: Any, saved: Any, li
     assert describe({}) == "".join(found)
 
 
+@pytest.mark.parametrize(
+    ("saved", "text"),
+    [
+        ({"warmup_max_lr": 0.5}, ""),
+        ({"warmup_max_lr": 0.25}, "warmup_max_lr 0.25 → 0.5"),
+        ({"warmup_max_lr": 0.5, "warmup_num_steps": 9}, "warmup_num_steps 9 → None"),
+    ],
+)
+def test_other_settings_of_a_deepspeed_scheduler_are_a_warning(saved: dict[str, Any], text: str) -> None:
+    """Its state is a position alone: this run's settings are used, in DeepSpeed's own load too."""
+    schedule = make_schedule(WarmupLR, 0.0, 0.5)
+    engine = SimpleNamespace(lr_scheduler=schedule, optimizer=None, random_ltd_enabled=lambda: False)
+    engine.training_dataloader, engine.module = None, torch.nn.Linear(1, 1)
+    engine._config = SimpleNamespace(scheduler_params={"warmup_max_lr": 0.5})
+    client = {"ds_config": {"scheduler": {"type": "WarmupLR", "params": saved}}}
+    tree = {"lr_scheduler": schedule.state_dict(), "global_steps": 1, **client}
+    check_scheduler(engine, tree)
+    found = restore_helpers(engine, tree, with_scheduler=True)
+    assert "".join(found) == watch_edits(engine)(client)
+    assert [f"differ from the saved: {text}; this run's are used" in line for line in found] == [True] * bool(text)
+    assert not restore_helpers(engine, tree, with_scheduler=False)
+    assert watch_edits(engine, with_scheduler=False)(client) == ""
+
+
+def test_a_deepspeed_scheduler_of_another_kind_is_refused() -> None:
+    """Both save a position alone, so that their states look alike."""
+    schedule = make_schedule(WarmupLR, 0.0, 0.5)
+    tree = {"lr_scheduler": schedule.state_dict(), "ds_config": {"scheduler": {"type": "WarmupCosineLR"}}}
+    with pytest.raises(MismatchError, match="is WarmupCosineLR, this run's is WarmupLR.*load_lr_scheduler_states"):
+        check_scheduler(SimpleNamespace(lr_scheduler=schedule), tree)
+    check_scheduler(SimpleNamespace(lr_scheduler=make_schedule(StepLR, 2)), {**tree, "lr_scheduler": None})
+
+
 class Peak(torch.optim.SGD):
     """Keeps the largest norm of its gradients, initially the integer 0."""
 
