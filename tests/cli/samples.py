@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from deepspeed_ucp.cli.dispatch import build_parser
-from tests.synth import Layer, Model, Param, Run, Topology, random_state, write_checkpoint
+from tests.properties.samples import PIPE
+from tests.synth import Model, Param, Run, Topology, random_state, write_checkpoint
 
 PATTERNS = json.dumps(
     [
-        {"match": r".*(wte|word_embeddings|query_key_value|dense_h_to_4h)\..*", "pattern": "shard-v"},
+        {"match": r".*(wte|query_key_value|dense_h_to_4h)\..*", "pattern": "shard-v"},
         {"match": r".*dense_4h_to_h\.weight", "pattern": "shard-h"},
-        {"match": r".*(norm|ln_f|wpe)\..*|\d+\.weight|.*dense_4h_to_h\.bias", "pattern": "replicate"},
+        {"match": r".*(norm|ln_f|wpe)\..*|.*dense_4h_to_h\.bias", "pattern": "replicate"},
     ]
 )
 """The rules for :func:`cut`."""
@@ -24,10 +25,10 @@ PATTERNS = json.dumps(
 DOCS = Path(__file__).parents[2] / "docs"
 
 DS_CONFIG = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
-COLUMNS = ("query_key_value.weight", "dense_h_to_4h.weight", "word_embeddings.weight", "wte.weight")
+COLUMNS = ("query_key_value.weight", "dense_h_to_4h.weight", "wte.weight", "up", "word")
 
 
-def make_block(prefix: str, width: int) -> list[Param]:
+def make_gpt(layers: int = 4, width: int = 16, vocab: int = 64) -> Model:
     shapes = {
         "input_layernorm.weight": (width,),
         "attention.query_key_value.weight": (3 * width, width),
@@ -35,26 +36,11 @@ def make_block(prefix: str, width: int) -> list[Param]:
         "mlp.dense_4h_to_h.weight": (width, 4 * width),
         "mlp.dense_4h_to_h.bias": (width,),
     }
-    return [Param(f"{prefix}.{name}", shape, group=int(len(shape) == 1)) for name, shape in shapes.items()]
-
-
-def make_gpt(layers: int = 4, width: int = 16, vocab: int = 64) -> Model:
     params = [Param("wte.weight", (vocab, width)), Param("wpe.weight", (8, width), frozen=True)]
     for layer in range(layers):
-        params += make_block(f"h.{layer}", width)
+        params += [Param(f"h.{layer}.{name}", shape, int(len(shape) == 1)) for name, shape in shapes.items()]
     params += [Param("ln_f.weight", (width,), group=1), Param("lm_head.weight", (vocab, width), alias_of="wte.weight")]
     return Model(tuple(params), {"mask": torch.ones(8, 8, dtype=torch.bool)})
-
-
-def make_pipe(layers: int = 4, width: int = 16, vocab: int = 64) -> Model:
-    """Make a PipelineModule with a tied embedding at both ends and a norm at the end."""
-    word = "tied_modules.embed.word_embeddings.weight"
-    params = [Param(word, (vocab, width), tied=True)]
-    for layer in range(1, layers + 1):
-        params += make_block(str(layer), width)
-    params += [Param(f"{layers + 1}.weight", (width,), group=1)]
-    specs = (Layer("embed"), *(Layer() for _ in range(layers)), Layer(), Layer("embed"))
-    return Model(tuple(params), layers=specs)
 
 
 def cut(name: str, tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
@@ -66,7 +52,7 @@ def cut(name: str, tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
 
 def write_sample(folder: Path | str, topology: Topology, model: Model | None = None, **run: Any) -> Path:
     """Write a checkpoint under ``folder``; return the folder of the tag."""
-    model = model or (make_pipe() if topology.pp > 1 else make_gpt())
+    model = model or (PIPE if topology.pp > 1 else make_gpt())
     state = random_state(model, 0, precision=topology.precision, topology=topology)
     config = {**topology.ds_config(), **DS_CONFIG}
     options: dict[str, Any] = {"global_steps": 3, "ds_config": config, "client_state": {"epoch": 2}, **run}

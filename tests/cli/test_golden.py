@@ -206,26 +206,15 @@ def normalise(text: str, root: Path) -> str:
     return "\n".join(line if len(line) <= LONGEST else f"{line[:LONGEST]}…" for line in text.splitlines())
 
 
-def describe_form(value: Any) -> Any:
-    """Replace values by their types; join the forms of the items of a list."""
-    if isinstance(value, dict):
-        return {key: describe_form(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [join_forms([describe_form(each) for each in value])] if value else []
-    if value is None or isinstance(value, bool):
-        return json.dumps(value) if value is None else "boolean"
-    return "string" if isinstance(value, str) else "number"
-
-
-def join_forms(forms: list[Any]) -> Any:
-    if all(isinstance(form, dict) for form in forms):
-        keys = dict.fromkeys(key for form in forms for key in form)
-        return {key: join_forms([form[key] for form in forms if key in form]) for key in keys}
-    if all(isinstance(form, list) for form in forms):
-        items = [item for form in forms for item in form]
-        return [join_forms(items)] if items else []
-    kinds = sorted({form if isinstance(form, str) else json.dumps(form) for form in forms})
-    return " or ".join(kinds)
+def list_forms(value: Any, path: str = "") -> Iterator[str]:
+    """List path and type of every value; items of a list have one path."""
+    if isinstance(value, dict | list) and value:
+        parts = value.items() if isinstance(value, dict) else [("[]", each) for each in value]
+        for key, each in parts:
+            yield from list_forms(each, f"{path}.{key}")
+    else:
+        kind = type(value).__name__
+        yield f"{path[1:]} {'number' if kind in ('int', 'float') else kind}"
 
 
 def run(line: str, root: Path, forms: set[tuple[str, ...]], capsys: pytest.CaptureFixture[str]) -> str:
@@ -246,7 +235,8 @@ def run(line: str, root: Path, forms: set[tuple[str, ...]], capsys: pytest.Captu
     data = json.loads(capsys.readouterr().out)
     if tuple(data) not in forms:
         forms.add(tuple(data))
-        parts += textwrap.wrap(f"JSON: {json.dumps(describe_form(data))}", 118, break_long_words=False)
+        found = ", ".join(dict.fromkeys(list_forms(data)))
+        parts += textwrap.wrap(f"JSON: {found}", 118, break_long_words=False, break_on_hyphens=False)
         keys = find_parser(words[0]).format_help().partition("\nkeys of the JSON object:\n")[2]
         assert "error" in data or set(data) <= set(re.findall(r"\w+", keys))
     return "\n".join(filter(None, parts))

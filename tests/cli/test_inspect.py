@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from deepspeed_ucp.cli.dispatch import main
-from tests.cli.samples import PATTERNS, cut, make_gpt, make_pipe, write_sample
+from tests.cli.samples import PATTERNS, cut, make_gpt, write_sample
+from tests.properties.samples import PIPE, RULES
 from tests.synth import Topology, random_state
 
 ZERO1 = Topology(1, 4, "bf16")
@@ -31,8 +32,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Topology]
 def test_inspect_describes_the_contents_of_a_checkpoint(
     topology: Topology, checkpoints: Callable[[Topology], Path], run_json: Any
 ) -> None:
-    model = make_pipe() if topology.pp > 1 else make_gpt()
-    code, result = run_json("inspect", checkpoints(topology), *(["--patterns", PATTERNS] if topology.tp > 1 else []))
+    model = PIPE if topology.pp > 1 else make_gpt()
+    patterns = json.dumps(RULES) if topology.pp > 1 else PATTERNS
+    options = ["--patterns", patterns] if topology.tp > 1 else []
+    code, result = run_json("inspect", checkpoints(topology), *options)
     assert code == 0
     degrees = [result["topology"][key] for key in ("zero_stage", "dp", "tp", "pp", "precision", "master")]
     assert degrees == [topology.stage, topology.dp, topology.tp, topology.pp, "bfloat16", "float32"]
@@ -63,8 +66,8 @@ def test_inspect_param_lists_the_bytes_of_a_parameter(
 ) -> None:
     """Reading these offsets of these files gives the parameter."""
     folder = checkpoints(topology)
-    model = make_pipe() if topology.pp > 1 else make_gpt()
-    name = "1.mlp.dense_4h_to_h.weight" if topology.pp > 1 else "h.2.mlp.dense_4h_to_h.weight"
+    model = PIPE if topology.pp > 1 else make_gpt()
+    name = "1.up" if topology.pp > 1 else "h.2.mlp.dense_4h_to_h.weight"
     state = random_state(model, 0, precision="bf16", topology=topology)
     _, result = run_json("inspect", folder, "--param", name)
     assert result["hyper"]["lr"] == 1e-3
