@@ -173,9 +173,6 @@ def test_docstrings_begin_with_a_short_line_that_is_no_relative_clause(bench: An
     assert len(inverted) < 0.005 * len(lines), inverted
 
 
-# -- thousands of ranks ------------------------------------------------------------------------------------------------
-
-
 def make_job(bench: Any, kind: str, times: int = 1, layers: int = 1) -> Any:
     """Make a job with `times` as many ranks and files, and, if it is dense, `layers` times as many layers."""
     jobs = bench.jobs

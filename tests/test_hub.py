@@ -199,9 +199,6 @@ def test_names_of_a_wrapped_model_get_the_wrappers_prefix(tmp_path: Path) -> Non
     assert held.keys() == {f"model.{name}" for name, param in around.named_parameters() if param.requires_grad}
 
 
-# -- adapters ---------------------------------------------------------------------------------------------------------
-
-
 def wrap(name: str = "default", **options: Any) -> Any:
     lora = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], **options)
     return get_peft_model(hf.LlamaForCausalLM(LLAMA), lora, adapter_name=name)
@@ -268,9 +265,6 @@ def test_an_adapter_loads_into_the_only_adapter_of_a_model(tmp_path: Path) -> No
     two = wrap("one")
     two.add_adapter("two", two.peft_config["one"])
     assert not read(tmp_path, two)[0].made
-
-
-# -- the hub ----------------------------------------------------------------------------------------------------------
 
 
 def test_an_id_of_the_hub_as_folder_is_a_warning(

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from enum import Enum
 from typing import Any
 
 from ..errors import StorageError, escape, hide_secrets
@@ -93,9 +92,7 @@ def _to_plain(value: Any) -> Any:
         return sorted(map(_to_plain, value), key=str)
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
-    if value is None or isinstance(value, (str, int)):
-        return value.value if isinstance(value, Enum) else value
-    return str(value)
+    return value if value is None or isinstance(value, (str, int)) else str(value)
 
 
 @contextmanager

@@ -39,10 +39,6 @@ def shorten_help(name: str) -> str:
     return text.replace("positional arguments:\n\n", "").partition("\nexamples:\n")[0]
 
 
-def list_flags(name: str) -> set[str]:
-    return {flag for action in list_actions(name) for flag in action.option_strings}
-
-
 def test_docs_cli_md_has_the_help_of_every_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """``UPDATE_GOLDEN=1`` rewrites the page."""
     monkeypatch.setenv("COLUMNS", "100")
@@ -83,7 +79,8 @@ def test_messages_name_existing_commands_and_options() -> None:
     assert len(lines) > 20
     for name, rest in lines:
         assert name in COMMANDS, name
-        assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", rest)) <= list_flags(name), (name, rest)
+        flags = {flag for action in list_actions(name) for flag in action.option_strings}
+        assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", rest)) <= flags, (name, rest)
 
 
 def list_quotes() -> list[str]:

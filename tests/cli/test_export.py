@@ -122,9 +122,6 @@ def test_export_of_stage_0_needs_groups_for_masters(tmp_path: Path, capsys: pyte
     assert torch.equal(load_file(tmp_path / "master" / "model.safetensors")["net.b"], expected)
 
 
-# -- experts ----------------------------------------------------------------------------------------------------------
-
-
 LAYERS = tuple(ExpertLayer(f"h.{number}.mlp", 4) for number in range(2))
 ENDS = {"fc.weight": (5, 6), "fc.bias": (5,)}
 EXPERTS = Model(

@@ -81,9 +81,6 @@ def test_inspect_param_lists_the_bytes_of_a_parameter(
             assert np.array_equal(held.reshape(shape), expected.numpy()), each
 
 
-# -- atomic checkpoints -----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def converted(checkpoints: Callable[[Topology], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     destination = tmp_path_factory.mktemp("atomic") / "made"

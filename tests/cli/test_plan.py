@@ -52,8 +52,6 @@ def test_plan_describes_a_checkpoint_in_another_topology(folder: Path, plan: Pla
     assert code == 2 and "no zip directory" in result["error"]
 
 
-# -- a trillion parameters --------------------------------------------------------------------------------------------
-
 LAYERS, HIDDEN, VOCABULARY = 125, 25600, 51200
 WRITERS = Topology(1, 4, "bf16", tp=8, pp=16)
 """512 ranks: 128 model files, 512 optimizer files, 1016 layer files."""

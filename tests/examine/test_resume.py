@@ -139,8 +139,6 @@ def test_the_resume_check_counts_the_bytes_of_a_load_of_experts(fused: bool, dat
     assert check.read - read in (0, 2 * again, 4 * again)
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------
-
 FAULTS: dict[str, Callable[[AtomicIndex], AtomicIndex]] = {
     "keeps states that are not element-wise": lambda index: replace(
         index, irregular={AtomKey("a.weight", "row"): "shape (9,)"}, optimizer="Adafactor"
@@ -221,9 +219,6 @@ def test_rename_rules_change_the_names_of_the_resume_check(tmp_path: Path) -> No
     rules = from_config({"rename": [{"from": "a.(?P<x>.*)", "to": "b.{x}"}]})
     check = check_resume(index, parse_degrees("dp=2", index.topology), rules)
     assert (check.loader, check.obstacles) == (OURS, []) and check.state > 0
-
-
-# -- degrees ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from deepspeed_ucp.io import scan
 from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.stream.full_tensors import WorkOptions, no_bar
 from deepspeed_ucp.torchsave.torchfile import list_records
-from tests.formats.saves import PIPE, PLAIN, tail_cut
+from tests.formats.saves import PIPE, tail_cut
 from tests.support.cases import Case, cases
 from tests.support.conversion import convert_checkpoint
 from tests.support.damage import flip, flip_largest, write_checksums
@@ -51,12 +51,8 @@ LAYER = "layer_02-model_0{}-model_states.pt"
 PIPED = Topology(1, 2, "bf16", tp=2, pp=2)
 
 
-def choose_model(topology: Topology) -> Model:
-    return PIPE if topology.pp > 1 else PLAIN if topology.tp > 1 else MODEL
-
-
 def write(folder: Path, topology: Topology, model: Model | None = None, seed: int = 0, **more: Any) -> Path:
-    model = model or choose_model(topology)
+    model = model or (PIPE if topology.pp > 1 else MODEL)
     state = random_state(model, seed, precision=topology.precision, topology=topology)
     return write_checkpoint(folder, model, state, topology, cut=tail_cut, **more)
 
