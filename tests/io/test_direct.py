@@ -8,16 +8,17 @@ import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ucp.errors import DiskFullError
-from deepspeed_ucp.io import direct, memory
+from deepspeed_ucp.io import direct
 from deepspeed_ucp.io.direct import ALIGNMENT, cut_blocks
-from deepspeed_ucp.io.disk import write_at, write_parts
-from deepspeed_ucp.io.memory import LARGE_PAGE, Scratch, allocate_large, find_address
+from deepspeed_ucp.io.disk import open_to_write, write_parts
+from deepspeed_ucp.io.memory import Scratch, allocate_large
 from tests.support.descriptors import list_open
 
 BLOCK = max(ALIGNMENT, mmap.PAGESIZE)
@@ -44,12 +45,9 @@ def passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, i
     return noted
 
 
-def write(path: Path, parts: Sequence[bytes | memoryview], offset: int) -> None:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT)
-    try:
+def write(path: Path, parts: Sequence[bytes | memoryview], offset: int = 0) -> None:
+    with open_to_write(str(path)) as fd:
         write_parts(fd, parts, offset)
-    finally:
-        os.close(fd)
 
 
 @given(st.lists(st.sampled_from([0, 1, 100, BLOCK - 1, BLOCK, 70_000, 150_000]), max_size=4), st.integers(0, 3 * BLOCK))
@@ -83,26 +81,19 @@ def test_any_parts_are_written_at_any_offset(
     assert sum(nbytes for _, nbytes in passed) >= len(whole) - 2 * BLOCK * len(parts) or not passed
 
 
-def test_aligned_memory_is_written_without_a_copy(
-    passed: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(direct._thread.scratch, "take", lambda nbytes: pytest.fail("copied"))
-    view = allocate_large(len(DATA))
-    view[:] = DATA
-    write(tmp_path / "file", [view], 0)
-    assert passed and (tmp_path / "file").read_bytes() == DATA
-
-
+@pytest.mark.parametrize("shift", [0, 1])
 def test_a_long_piece_is_written_in_several_calls(
-    passed: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shift: int, passed: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Aligned memory is not copied before."""
     monkeypatch.setattr(direct, "_WRITTEN", 2 * BLOCK)
-    for shift in (0, 1):
-        view = allocate_large(len(DATA) + 1)
-        view[shift : shift + len(DATA)] = DATA
-        write(tmp_path / "file", [view[shift : shift + len(DATA)]], 0)
-        assert len(passed) > 10 and (tmp_path / "file").read_bytes() == DATA
-        passed.clear()
+    copies = mock.Mock(wraps=Scratch())
+    monkeypatch.setitem(vars(direct._thread), "scratch", copies)
+    view = allocate_large(len(DATA) + 1)[shift : shift + len(DATA)]
+    view[:] = DATA
+    write(tmp_path / "file", [view])
+    assert len(passed) > 10 and (tmp_path / "file").read_bytes() == DATA
+    assert copies.take.called == bool(shift)
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -122,7 +113,7 @@ def test_writes_fall_back_to_the_cache_if_the_system_refuses_direct_ones(
     assert (tmp_path / "file").read_bytes() == bytes(5) + DATA
     code = errno.ENOSPC
     with pytest.raises(DiskFullError, match="file: disk full"):
-        write(tmp_path / "file", [DATA], 0)
+        write(tmp_path / "file", [DATA])
 
 
 @pytest.mark.parametrize("kind", ["memory", "network", ""])
@@ -130,32 +121,5 @@ def test_other_file_systems_are_written_through_their_cache(
     kind: str, tmp_path: Path, passed: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(direct, "find_kind", lambda fd: kind)
-    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
-    write_at(fd, DATA, 0)
-    os.close(fd)
+    write(tmp_path / "file", [DATA])
     assert not passed and (tmp_path / "file").read_bytes() == DATA
-
-
-@pytest.mark.parametrize("nbytes", [1, 4096, LARGE_PAGE - 1, LARGE_PAGE, 5 * LARGE_PAGE + 17])
-def test_memory_in_large_pages_is_zeroed_and_aligned(nbytes: int) -> None:
-    view = allocate_large(nbytes)
-    assert view.nbytes == nbytes and find_address(view) % LARGE_PAGE == 0 and not any(view[::997])
-    view[-1] = 1
-
-
-@pytest.mark.parametrize("works", [True, False])
-def test_large_pages_are_advised_for_memory_that_fills_them(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system without large pages uses small ones."""
-    calls: list[tuple[int, int, int]] = []
-
-    class Memory(mmap.mmap):
-        def madvise(self, option: int, start: int = 0, length: int = 0) -> None:
-            calls.append((option, (find_address(self) + start) % LARGE_PAGE, length))
-            if not works:
-                raise OSError(errno.EINVAL, "no such advice")
-
-    monkeypatch.setattr(memory, "allocate", lambda nbytes: Memory(-1, nbytes))
-    allocate_large(LARGE_PAGE - 1)
-    assert calls == []
-    assert Scratch().take(2 * LARGE_PAGE + 5).nbytes == 2 * LARGE_PAGE + 5
-    assert calls == [(mmap.MADV_HUGEPAGE, 0, 2 * LARGE_PAGE)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import mmap
 from collections.abc import Iterator
@@ -9,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_ucp.io.memory import LARGE_PAGE, LargePages, allocate, find_address, pause_collection
+from deepspeed_ucp.io import memory
+from deepspeed_ucp.io.memory import (
+    LARGE_PAGE,
+    LargePages,
+    Scratch,
+    allocate,
+    allocate_large,
+    find_address,
+    pause_collection,
+)
 
 MIB = 1 << 20
 LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
@@ -17,13 +27,13 @@ WORTH, QUICK, SLOW = 4 * MIB, 1 / 1280, 1 / 100  # bytes, and their seconds at 5
 
 
 @pytest.fixture
-def memory() -> Iterator[mmap.mmap]:
+def held() -> Iterator[mmap.mmap]:
     """Untouched memory, on a system that accepts advice on large pages and may have no such pages."""
     if not LARGE_PAGES.exists():
         pytest.skip("this system has no large pages")
-    held = allocate(4 * LARGE_PAGE)
-    yield held
-    held.close()
+    untouched = allocate(4 * LARGE_PAGE)
+    yield untouched
+    untouched.close()
 
 
 def read_advice(address: int) -> str:
@@ -48,8 +58,8 @@ def read_advice(address: int) -> str:
     ],
     ids=["all", "two pages in part", "within a page"],
 )
-def test_large_pages_are_advised_for_whole_pages(low: int, nbytes: int, advice: list[str], memory: mmap.mmap) -> None:
-    address = find_address(memory)
+def test_large_pages_are_advised_for_whole_pages(low: int, nbytes: int, advice: list[str], held: mmap.mmap) -> None:
+    address = find_address(held)
     assert read_advice(address) == ""
     LargePages().add(address + low, nbytes)
     assert [read_advice(address + number * mmap.PAGESIZE) for number in range(4)] == advice
@@ -66,12 +76,36 @@ def test_large_pages_are_advised_for_whole_pages(low: int, nbytes: int, advice: 
     ],
     ids=["slow for a moment", "slow", "slow for a moment after a while", "slow after a while", "slow now and then"],
 )
-def test_slow_large_pages_are_disabled(memory: mmap.mmap, costs: list[float], advice: str) -> None:
+def test_slow_large_pages_are_disabled(held: mmap.mmap, costs: list[float], advice: str) -> None:
     pages = LargePages()
-    pages.add(find_address(memory), len(memory))
+    pages.add(find_address(held), len(held))
     for cost in costs:
         pages.note(WORTH, cost)
-    assert read_advice(find_address(memory)) == advice
+    assert read_advice(find_address(held)) == advice
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, LARGE_PAGE - 1, LARGE_PAGE, 5 * LARGE_PAGE + 17])
+@pytest.mark.parametrize("works", [True, False])
+def test_large_memory_is_zeroed_aligned_and_in_large_pages(
+    nbytes: int, works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A system without large pages uses small ones."""
+    calls: list[tuple[int, int, int]] = []
+
+    class Memory(mmap.mmap):
+        def madvise(self, option: int, start: int = 0, length: int = 0) -> None:
+            calls.append((option, (find_address(self) + start) % LARGE_PAGE, length))
+            if not works:
+                raise OSError(errno.EINVAL, "no such advice")
+
+    monkeypatch.setattr(memory, "allocate", lambda nbytes: Memory(-1, nbytes))
+    view = Scratch().take(nbytes)
+    assert view.nbytes == nbytes and find_address(view) % LARGE_PAGE == 0 and not any(view[::997])
+    view[-1] = 1
+    calls.clear()
+    allocate_large(nbytes)
+    whole = nbytes // LARGE_PAGE * LARGE_PAGE
+    assert calls == [(mmap.MADV_HUGEPAGE, 0, whole)] * (whole > 0)
 
 
 def fail_inside() -> None:

@@ -7,23 +7,30 @@ import errno
 import mmap
 import os
 import random
+import re
+import zlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from isal import isal_zlib
 
 from deepspeed_ucp.errors import CheckpointError, OutOfReachError
-from deepspeed_ucp.io import direct, memory, store
+from deepspeed_ucp.io import direct, memory, scan, store
 from deepspeed_ucp.io.memory import Scratch
 from deepspeed_ucp.io.read import Checked, MemorySink, RecordReader, sum_range
-from deepspeed_ucp.io.store import StoredFile
+from deepspeed_ucp.io.scan import ScanFile, scan_files
+from deepspeed_ucp.io.store import StoredFile, open_stored
 from deepspeed_ucp.model.records import CopyItem, FileRef, Read, Records
 from deepspeed_ucp.torchsave.torchfile import list_records
 from tests.support.descriptors import list_open
 from tests.support.reads import item, read_of
+from tests.support.reshard import examples, temporary_folder
 
 DATA = random.Random(0).randbytes(4000)
 
@@ -50,47 +57,35 @@ def read(reads: list[Read], file: FileRef, sinks: list[Any], threads: int = 1, c
         return sorted(reader.read_parallel(reads, sinks, threads))
 
 
-def test_bytes_are_read_into_the_destinations_of_the_items(file: FileRef) -> None:
-    straight, staged = Bytes(10), Bytes(10, staged=True)
-    items = item(0, 50, 4, 0, 6), item(0, 54, 3, 2, 0), item(0, 57, 5, 1, 2), item(0, 62, 2, 0, 0)
-    checks = read([Read.of(0, 50, 66, *items)], file, [straight, staged, None])
-    got = DATA[150:166]
-    assert bytes(straight.data) == got[12:14] + bytes(4) + got[:4]
-    assert bytes(staged.data) == bytes(2) + got[7:12] + bytes(3)
-    assert checks == [Checked(0, 50, 16, isal_zlib.crc32(got))]
+def read_short(fd: int, views: list[memoryview], offset: int, whole: Any = os.preadv) -> int:
+    return whole(fd, [views[0][: max(views[0].nbytes // 3, 1)]], offset)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("checksum", [True, False])
-def test_checksums_are_optional_and_include_discarded_bytes(file: FileRef, checksum: bool) -> None:
-    sink, items = Bytes(20), (item(0, 0, 20, 0, 0), item(0, 20, 20, 1, 0))
-    checks = read([read_of(*items)], file, [sink, None], checksum=checksum)
-    assert checks == [Checked(0, 0, 40, isal_zlib.crc32(DATA[100:140]) if checksum else 0)]
-    assert bytes(sink.data) == DATA[100:120]
-
-
+@pytest.mark.parametrize("way", ["whole", "short", "past the cache", "unchecked"])
 @pytest.mark.parametrize("threads", [1, 3, 8])
-@pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
-def test_threads_share_the_reads(file: FileRef, threads: int, staged: bool) -> None:
-    sink = Bytes(3900, staged=staged)
-    reads = [read_of(item(0, low, 60, 0, low), item(0, low + 60, 40, 0, low + 60)) for low in range(0, 3900, 100)]
-    checks = read(reads, file, [sink], threads)
-    assert bytes(sink.data) == DATA[100:]
-    assert [check.crc for check in checks] == [
-        isal_zlib.crc32(DATA[100 + low : 200 + low]) for low in range(0, 3900, 100)
-    ]
-
-
-def test_short_reads_are_continued(file: FileRef, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = os.preadv
-
-    def some(fd: int, views: list[memoryview], offset: int) -> int:
-        return whole(fd, [views[0][: max(views[0].nbytes // 3, 1)]], offset)
-
-    monkeypatch.setattr(os, "preadv", some)
-    sink = Bytes(50)
-    checks = read([read_of(item(0, 5, 20, 0, 0), item(0, 25, 30, 0, 20))], file, [sink])
-    assert bytes(sink.data) == DATA[105:155]
-    assert [check.crc for check in checks] == [isal_zlib.crc32(DATA[105:155])]
+def test_bytes_are_read_into_the_destinations_of_the_items(
+    file: FileRef, threads: int, way: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Destinations are memory, memory that needs a conversion, runs of bytes in it, and none."""
+    if way == "short":
+        monkeypatch.setattr(os, "preadv", read_short)
+    if way == "past the cache":
+        request.getfixturevalue("cold")
+    straight, staged = Bytes(3900), Bytes(3900, staged=True)
+    reads, expected = [], (bytearray(3900), bytearray(3900))
+    for low in range(0, 3900, 100):
+        runs = CopyItem(0, low + 62, 2, 2, 3, 1, low + 11, 5)
+        items = (item(0, low, 50, 0, low + 9), item(0, low + 50, 7, 1, low), item(0, low + 57, 5, 2, 0), runs)
+        reads.append(Read.of(0, low, low + 70, *items))
+        got = DATA[100 + low : 170 + low]
+        expected[0][low + 9 : low + 59], expected[1][low : low + 7] = got[:50], got[50:57]
+        for row in range(3):
+            at = low + 11 + 5 * row
+            expected[1][at : at + 2] = got[62 + 2 * row : 64 + 2 * row]
+    checks = read(reads, file, [straight, staged, None], threads, checksum=way != "unchecked")
+    assert (straight.data, staged.data) == expected
+    crcs = [isal_zlib.crc32(DATA[100 + low : 170 + low]) for low in range(0, 3900, 100)]
+    assert checks == [Checked(0, 100 * number, 70, crc if way != "unchecked" else 0) for number, crc in enumerate(crcs)]
 
 
 def refuse(code: int) -> mock.Mock:
@@ -168,19 +163,6 @@ def test_any_range_is_fetched_past_the_cache(cold: StoredFile, offset: int, nbyt
     assert data is not None and bytes(data) == LARGE[offset : offset + nbytes]
 
 
-def test_fetched_bytes_are_stored_at_the_destinations_of_the_items(cold: StoredFile) -> None:
-    sink, staged = Bytes(9000), Bytes(20, staged=True)
-    runs = CopyItem(0, 9057, 2, 2, 3, 1, 1, 5)
-    items = item(0, 50, 9000, 0, 0), item(0, 9050, 7, 2, 0), runs, item(0, 9063, 3, 1, 17)
-    checks = read([read_of(*items)], FileRef(cold.path, len(LARGE)), [sink, staged, None])
-    got = LARGE[150 : 150 + 9016]
-    assert bytes(sink.data) == got[:9000]
-    rows = got[9007:]
-    assert bytes(staged.data)[:13] == bytes(1) + rows[:2] + bytes(3) + rows[2:4] + bytes(3) + rows[4:6]
-    assert bytes(staged.data)[17:] == rows[6:]
-    assert checks == [Checked(0, 50, 9016, isal_zlib.crc32(got))]
-
-
 def test_bytes_for_a_second_read_stay_in_the_cache(cold: StoredFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StoredFile, "fetch", lambda *_: pytest.fail("read past the cache"))
     records, sink = Records.of([(0, 0, len(LARGE), None)]), Bytes(100)
@@ -189,30 +171,30 @@ def test_bytes_for_a_second_read_stay_in_the_cache(cold: StoredFile, monkeypatch
     assert bytes(sink.data) == LARGE[7:107]
 
 
-def test_few_bytes_are_read_through_the_cache(cold: StoredFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "LEAST", 5000)
-    assert cold.fetch(100, 4999, Scratch()) is None
-    assert cold.fetch(100, 5000, Scratch()) is not None
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "message"),
+    [
+        (store, "LEAST", 9001, None),
+        (os, "open", refuse(errno.EMFILE), None),
+        (os, "preadv", refuse(errno.EINVAL), None),
+        (os, "preadv", refuse(errno.EFAULT), None),
+        (os, "preadv", refuse(errno.EIO), "cannot be read at byte 0"),
+    ],
+    ids=["few bytes", "no spare descriptor", "refused", "refused memory", "unreadable"],
+)
+def test_reads_fall_back_to_the_cache(
+    cold: StoredFile, owner: Any, name: str, value: Any, message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cold.fetch(100, 9000, Scratch()) is not None
+    monkeypatch.setattr(owner, name, value)
+    with pytest.raises(CheckpointError, match=message) if message else nullcontext():
+        assert cold.fetch(100, 9000, Scratch()) is None
 
 
 @pytest.mark.parametrize("offset", [8192, len(LARGE) - 10, len(LARGE), 5 * 4096])
 def test_a_fetch_beyond_the_end_is_the_same_error_as_a_read(cold: StoredFile, offset: int) -> None:
     with pytest.raises(CheckpointError, match=f"ends at byte {len(LARGE)}; it was truncated"):
         cold.fetch(offset, len(LARGE) - offset + 1 if offset < len(LARGE) else 10, Scratch())
-
-
-@pytest.mark.parametrize(
-    ("code", "message"), [(errno.EINVAL, None), (errno.EFAULT, None), (errno.EIO, "cannot be read at byte 4096")]
-)
-def test_reads_fall_back_to_the_cache_if_the_system_refuses_direct_ones(
-    cold: StoredFile, code: int, message: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "preadv", refuse(code))
-    if message is None:
-        assert cold.fetch(4096, 10, Scratch()) is None
-    else:
-        with pytest.raises(CheckpointError, match=message):
-            cold.fetch(4096, 10, Scratch())
 
 
 @pytest.mark.parametrize(
@@ -240,11 +222,6 @@ def test_a_file_needs_one_descriptor(cold: StoredFile) -> None:
     with StoredFile(cold.path) as stored:
         assert stored.fetch(0, 9000, Scratch()) is not None
         assert len(list_open(cold.path)) == len(before) + 1
-
-
-def test_reads_use_the_cache_without_a_spare_descriptor(cold: StoredFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "open", refuse(errno.EMFILE))
-    assert cold.fetch(0, 9000, Scratch()) is None
 
 
 def test_mincore_is_called_for_whole_pages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,9 +263,9 @@ def test_small_reads_disable_a_long_readahead(passes: bool, file: FileRef, monke
     advise = mock.Mock()
     monkeypatch.setattr(store, "is_worth_passing", lambda _: passes)
     monkeypatch.setattr(os, "posix_fadvise", advise)
-    for given, expected in ((os.POSIX_FADV_NORMAL, os.POSIX_FADV_RANDOM), (os.POSIX_FADV_SEQUENTIAL,) * 2):
-        with StoredFile(file.path, given) as stored:
-            is_advised = passes or given != os.POSIX_FADV_NORMAL
+    for advice, expected in ((os.POSIX_FADV_NORMAL, os.POSIX_FADV_RANDOM), (os.POSIX_FADV_SEQUENTIAL,) * 2):
+        with StoredFile(file.path, advice) as stored:
+            is_advised = passes or advice != os.POSIX_FADV_NORMAL
             assert advise.call_args_list == [mock.call(stored._file.fileno(), 0, 0, expected)] * is_advised
         advise.reset_mock()
 
@@ -324,3 +301,56 @@ def test_a_disk_is_read_past_the_cache_with_large_pages_or_a_short_readahead(
     monkeypatch.setattr(direct, "find_kind", lambda fd: kind)
     with file.open() as opened:
         assert direct.is_worth_passing(opened.fileno()) == passes
+
+
+# -- scans of whole files: checksums of ranges for any piece size; faults are recorded, not raised ---------------------
+
+SCANNED = bytes(index * 37 % 251 for index in range(50_000))
+
+
+@examples(40)
+@given(
+    ranges=st.lists(st.tuples(st.integers(0, 49_000), st.integers(0, 20_000)), max_size=6),
+    threads=st.integers(1, 5),
+    window=st.sampled_from((1, 5000, 40_000, 1 << 20)),
+)
+def test_scans_compute_checksums_of_any_ranges(ranges: list[tuple[int, int]], threads: int, window: int) -> None:
+    """Ranges may overlap and span pieces."""
+    ranges = [(offset, min(nbytes, len(SCANNED) - offset)) for offset, nbytes in ranges]
+    progress: list[int] = []
+    with temporary_folder() as folder:
+        (folder / "a").write_bytes(SCANNED)
+        (folder / "empty").write_bytes(b"")
+        files = [ScanFile(str(folder / "a"), len(SCANNED), tuple(ranges)), ScanFile(str(folder / "empty"), 0)]
+        found = scan_files(files, threads=threads, window=window, progress=progress.append)
+    assert found[0].crcs == [zlib.crc32(SCANNED[offset : offset + nbytes]) for offset, nbytes in ranges]
+    assert [each.nbytes for each in found] == [len(SCANNED), 0]
+    assert sum(progress) == len(SCANNED)
+    assert not found[0].errors
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("gone", "cannot be opened .No such file"), (".", "cannot be opened .Is a directory")]
+)
+def test_an_unreadable_file_is_recorded_as_a_fault(tmp_path: Path, name: str, text: str) -> None:
+    (found,) = scan_files([ScanFile(str(tmp_path / name), 9000, ((0, 10),))])
+    assert found.crcs == [None]
+    assert len(found.errors) == 1
+    assert re.match(text, found.errors[0][1])
+
+
+@pytest.mark.parametrize("size", [1, 4096, 4097, 12_288])
+def test_a_file_is_closed_after_its_last_piece(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").write_bytes(SCANNED[:size])
+    opened: list[mock.Mock] = []
+
+    def open_recorded(*args: Any, **options: Any) -> Any:
+        opened.append(mock.Mock(wraps=open_stored(*args, **options)))
+        return opened[-1]
+
+    monkeypatch.setattr(scan, "open_stored", open_recorded)
+    scan_files([ScanFile(str(tmp_path / "a"), size)] * 2, threads=1, window=4096)
+    assert len(opened) == 2
+    for stored in opened:
+        names = [name for name, *_ in stored.method_calls]
+        assert names.count("close") == 1 and names[-1] == "close" and len(names) > -(-size // 4096)

@@ -10,8 +10,10 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -83,44 +85,59 @@ NEW = {MANIFEST: "new", "zero/bias": "new", "zero/weight": "new"}
 OLD = {MANIFEST: "old", "zero/weight": "old"}
 
 
-# -- killed -----------------------------------------------------------------------------------------------------------
+# -- killed, and disk full --------------------------------------------------------------------------------------------
+
+FULL = {errno.errorcode[code]: code for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
 
 
-@pytest.mark.parametrize("torn", [False, True], ids=["between", "torn"])
-@pytest.mark.parametrize("before", ["nothing", "empty", "old", "other-attempt"])
-def test_a_conversion_killed_at_any_call_leaves_a_complete_output(before: str, torn: bool, tmp_path: Path) -> None:
-    """The next run completes the conversion."""
+@pytest.mark.parametrize(
+    ("before", "failure"),
+    [*product(("nothing", "empty", "old", "other-attempt"), ("between", "torn")), *product(("old",), FULL)],
+)
+def test_a_conversion_that_fails_at_any_call_leaves_a_complete_output(
+    before: str, failure: str, tmp_path: Path
+) -> None:
+    """It is killed between or within calls, or the disk is full. The next run completes the conversion."""
     prepare = {
-        "nothing": lambda _folder: None,
-        "empty": lambda folder: folder.mkdir(),
+        "nothing": lambda folder: folder.parent.mkdir(),
+        "empty": lambda folder: folder.mkdir(parents=True),
         "old": make_atomic,
         "other-attempt": leave_attempt,
     }[before]
 
-    (tmp_path / "dry").mkdir()
     prepare(tmp_path / "dry" / "step1")
-    calls = (list_writes if torn else list_calls)(lambda: convert(tmp_path / "dry" / "step1", overwrite=True))
+    is_torn, errors = failure == "torn", list[str]()
+    calls = (list_writes if is_torn else list_calls)(lambda: convert(tmp_path / "dry" / "step1", overwrite=True))
     step = (1 if before == "old" else 2) * stride(5)  # the other cases are parts of "old"
-    for at in calls[::step] if torn else range(0, len(calls), step):
+    if failure in FULL:
+        step = 1 if failure == "ENOSPC" else 10
+    for at in calls[::step] if is_torn else range(0, len(calls), step):
         destination = tmp_path / str(at) / "step1"
-        destination.parent.mkdir()
         prepare(destination)
-        assert run_dying(lambda folder=destination: convert(folder, overwrite=True), at, torn=torn)
+        if failure not in FULL:
+            assert run_dying(lambda folder=destination: convert(folder, overwrite=True), at, torn=is_torn)
+        else:
+            try:
+                with failing(at, code=FULL[failure]):
+                    convert(destination, overwrite=True)
+            except StorageError as error:
+                errors.append(str(error))
+            assert {path.name for path in destination.parent.iterdir()} - {LATEST, ".step1.ucp-old"} == {"step1"}
         if destination.exists():
             assert read_tree(destination) in ([{}, OLD, NEW] if before in ("empty", "old") else [NEW])
         convert(destination, overwrite=True)
         assert read_tree(destination) == NEW
         assert {path.name for path in destination.parent.iterdir()} == {"step1", LATEST}
         assert (destination.parent / LATEST).read_text() == "step1"
+    assert all(re.search("disk full .*bytes free", error) for error in errors) and bool(errors) == (failure in FULL)
 
 
 def leave_attempt(destination: Path) -> None:
     """Leave the temporary folder of a killed conversion of another source."""
     staging = stage(destination)
-    staging.begin()
-    os.makedirs(staging.path("zero", "other"))
-    for name in (staging.path(MANIFEST), staging.path(".ucp-halt"), staging.path("zero", "other", "weight")):
-        Path(name).write_text("foreign")
+    for name in (MANIFEST, ".ucp-halt", os.path.join("zero", "other", "weight")):
+        Path(staging.path(name)).parent.mkdir(parents=True, exist_ok=True)
+        Path(staging.path(name)).write_text("foreign")
 
 
 def test_the_output_of_two_killed_conversions_is_completed(tmp_path: Path) -> None:
@@ -132,26 +149,6 @@ def test_the_output_of_two_killed_conversions_is_completed(tmp_path: Path) -> No
             run_dying(lambda folder=destination: convert(folder, overwrite=True), second)
             convert(destination, overwrite=True)
             assert read_tree(destination) == NEW
-
-
-# -- disk full --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG], ids=errno.errorcode.get)
-def test_a_full_disk_is_one_clear_error_and_changes_nothing(code: int, tmp_path: Path) -> None:
-    make_atomic(tmp_path / "dry" / "step1")
-    calls = len(list_calls(lambda: convert(tmp_path / "dry" / "step1", overwrite=True)))
-    for at in range(0, calls, 1 if code == errno.ENOSPC else 10):
-        destination = make_atomic(tmp_path / str(at) / "step1")
-        with failing(at, code=code), suppress(StorageError):
-            convert(destination, overwrite=True)
-        left = {path.name for path in destination.parent.iterdir()}
-        assert left - {LATEST, ".step1.ucp-old"} == {"step1"}
-        assert read_tree(destination) in (OLD, NEW)
-        convert(destination, overwrite=True)
-        assert {path.name for path in destination.parent.iterdir()} == {"step1", LATEST}
-    with failing(10, code=code), pytest.raises(StorageError, match="disk full .*bytes free"):
-        convert(make_atomic(tmp_path / "step1"), overwrite=True)
 
 
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,10 +217,7 @@ def test_only_one_thread_at_a_time_holds_the_lock(staging: Staging) -> None:
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP], ids=errno.errorcode.get)
 def test_without_flock_the_lock_file_is_the_lock(code: int, staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_fd: int, _operation: int) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(code, os.strerror(code))))
     with staging.lock(), pytest.raises(StorageError, match="or was killed.*remove the file and run it again"):
         stage(staging.destination).lock().__enter__()
     assert not os.listdir(staging.parent)
@@ -263,8 +257,10 @@ def test_foreign_files_are_refused_and_kept(kind: str, at: str, staging: Staging
     assert read_tree(tmp_path) == before
 
 
-def test_a_folder_that_appears_meanwhile_is_not_replaced(staging: Staging) -> None:
+def test_only_a_complete_output_is_committed_and_replaces_no_other(staging: Staging) -> None:
     staging.begin()
+    with pytest.raises(CheckpointError, match="it is not whole"):
+        staging.commit(None)
     write_atomically(staging.path(MANIFEST), b"new")
     make_foreign("file", Path(staging.destination))
     with pytest.raises(StorageError, match="appeared while the conversion ran"):
@@ -305,34 +301,32 @@ def test_destinations_near_the_source_are_refused(destination: str, source: str,
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-def fail(staging: Staging, error: BaseException) -> None:
+@pytest.mark.parametrize("is_removable", [True, False])
+@pytest.mark.parametrize("error", [CheckpointError("x"), OSError(5, "x"), KeyboardInterrupt("x")], ids=repr)
+def test_an_error_leaves_no_files(
+    error: BaseException,
+    is_removable: bool,
+    staging: Staging,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """An error of the removal does not hide the first error."""
+
     def work() -> None:
         with staging.lock():
             staging.begin()
             with staging.attempt():
                 write_atomically(staging.path(MANIFEST), b"half")
+                if not is_removable:
+                    monkeypatch.setattr(os, "unlink", mock.Mock(side_effect=PermissionError(13, "not yours")))
                 raise error
 
-    with pytest.raises(type(error)):
+    with pytest.raises(type(error), match=re.escape(str(error))):
         work()
-
-
-@pytest.mark.parametrize("error", [CheckpointError("x"), OSError(5, "x"), KeyboardInterrupt()], ids=repr)
-def test_an_error_leaves_no_files(error: BaseException, staging: Staging) -> None:
-    fail(staging, error)
-    assert not os.listdir(staging.parent)
-
-
-def test_an_error_of_the_removal_does_not_hide_the_first_error(
-    staging: Staging, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(path: str, *, dir_fd: int | None = None) -> None:
-        os.stat(path, dir_fd=dir_fd)
-        raise PermissionError(13, "not yours", path)
-
-    monkeypatch.setattr(os, "unlink", refuse)
-    fail(staging, CheckpointError("x"))
-    assert f"{staging.folder}: could not be removed" in caplog.text and "not yours" in caplog.text
+    if is_removable:
+        assert not os.listdir(staging.parent)
+    else:
+        assert f"{staging.folder}: could not be removed" in caplog.text and "not yours" in caplog.text
 
 
 def test_foreign_files_that_the_output_kind_keeps_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,12 +348,6 @@ def test_foreign_files_that_the_output_kind_keeps_are_copied(tmp_path: Path, mon
     staging.commit(overwrite=True)
     assert read_tree(tmp_path / "out") == {MANIFEST: "new", "config.json": "mine", "config.d/part": "mine"}
     assert {staging.path("config.json"), staging.path("config.d", "part")} <= set(synced[: synced.index("renamed")])
-
-
-def test_an_output_without_a_manifest_is_not_committed(staging: Staging) -> None:
-    staging.begin()
-    with pytest.raises(CheckpointError, match="it is not whole"):
-        staging.commit(None)
 
 
 # -- durable ----------------------------------------------------------------------------------------------------------

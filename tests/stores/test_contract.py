@@ -219,11 +219,11 @@ def read_stream(url: str) -> None:
 
 def read_record(url: str) -> None:
     with RecordReader(Records.of([(0, 0, 9, None)]), [FileRef(url, len(CONTENT))]) as reader:
-        reader.read([read_of(item(0, 0, 9, 0, 0))], [MemorySink(memoryview(bytearray(9)))])
+        reader.read([read_of(item(0, 0, 9, 0, 0))], [None])
 
 
 def read_all(url: str) -> None:
-    (scanned,) = scan_files([ScanFile(url, len(CONTENT))], threads=1, window=4096, progress=lambda _: None)
+    (scanned,) = scan_files([ScanFile(url, len(CONTENT))], threads=1, window=4096)
     for _, text in scanned.errors:
         raise OSError(text)
 
@@ -264,10 +264,9 @@ def test_markers_of_folders_are_not_listed_as_files(stored: str) -> None:
 
 def test_an_object_that_is_not_small_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deepspeed_ucp.io.objects._SMALL", 4)
-    for size in (4, 5):
-        store.write_small("memory://large/file", bytes(size))
-        if size == 4:
-            assert store.read_small("memory://large/file") == bytes(4)
+    store.write_small("memory://large/file", bytes(4))
+    assert store.read_small("memory://large/file") == bytes(4)
+    store.write_small("memory://large/file", bytes(5))
     with pytest.raises(OSError, match="more than 4 bytes"):
         store.read_small("memory://large/file")
     assert store.read_small("memory://large/file", 2) == bytes(2)

@@ -6,7 +6,7 @@ import http.server
 import io
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,22 @@ class Ranged(Plain):
     """A server with byte ranges, like most servers."""
 
     protocol_version = "HTTP/1.1"
+    length: Any = ()
+    """Header of index pages in place of their length; None omits it."""
+
+    def change_page(self, page: bytes) -> bytes:
+        return page
+
+    def list_directory(self, path: Any) -> Any:
+        page = super().list_directory(path)
+        return page and io.BytesIO(self.change_page(page.read()))
+
+    def send_header(self, name: str, value: str) -> None:
+        if name == "Content-Length" and Path(self.translate_path(self.path)).is_dir():
+            if self.length is None:
+                return
+            name, value = self.length or (name, value)
+        super().send_header(name, value)
 
     def send_head(self) -> Any:
         path, span = Path(self.translate_path(self.path)), self.headers.get("Range")
@@ -61,14 +77,10 @@ class Ranged(Plain):
 class Chunked(Ranged):
     """Sends index pages without their length, like nginx."""
 
-    def list_directory(self, path: Any) -> Any:
-        page = super().list_directory(path)
-        return page and io.BytesIO(b"%x\r\n%s\r\n0\r\n\r\n" % (len(data := page.read()), data))
+    length = ("Transfer-Encoding", "chunked")
 
-    def send_header(self, name: str, value: str) -> None:
-        if name == "Content-Length" and Path(self.translate_path(self.path)).is_dir():
-            name, value = "Transfer-Encoding", "chunked"
-        super().send_header(name, value)
+    def change_page(self, page: bytes) -> bytes:
+        return b"%x\r\n%s\r\n0\r\n\r\n" % (len(page), page)
 
 
 class Tagged(Ranged):
@@ -97,40 +109,33 @@ class Closed(Ranged):
         return super().send_head() if self.headers.get("X-Token") == "mine" else self.send_error(403)
 
 
-class Unsized(Ranged):
-    """Sends index pages without their length."""
-
-    def send_header(self, name: str, value: str) -> None:
-        if name != "Content-Length" or not Path(self.translate_path(self.path)).is_dir():
-            super().send_header(name, value)
-
-
-class Odd(Unsized):
+class Odd(Ranged):
     """Lists links to files outside the folder."""
 
-    def list_directory(self, path: Any) -> Any:
+    length = None
+
+    def change_page(self, page: bytes) -> bytes:
         links = b"".join(b'<a href="%s">odd</a>' % link for link in (b"http://[", b"%2e%2e/", b"./", b"//else/run/x"))
-        page = super().list_directory(path)
-        return page and io.BytesIO(page.read().replace(b"<ul>", links))
+        return page.replace(b"<ul>", links)
 
 
-class Endless(Unsized):
+class Endless(Ranged):
     """Lists a folder in each folder."""
+
+    length = None
 
     def translate_path(self, path: str) -> str:
         return str(Path(self.directory) / "run") if path.endswith("/") else super().translate_path(path)
 
-    def list_directory(self, path: Any) -> Any:
-        page = super().list_directory(path)
-        return page and io.BytesIO(page.read().replace(b"<ul>", b'<a href="a/">a</a>'))
+    def change_page(self, page: bytes) -> bytes:
+        return page.replace(b"<ul>", b'<a href="a/">a</a>')
 
 
 class Cut(Ranged):
     """Sends the first half of an index page."""
 
-    def list_directory(self, path: Any) -> Any:
-        page = super().list_directory(path)
-        return page and io.BytesIO(page.getvalue()[: len(page.getvalue()) // 2])
+    def change_page(self, page: bytes) -> bytes:
+        return super().change_page(page)[: len(page) // 2]
 
 
 class ChunkedCut(Cut, Chunked):
@@ -189,17 +194,24 @@ def test_a_load_reads_a_web_server(handler: type[Plain], tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize(
-    ("handler", "error", "message"),
+    ("handler", "work", "error", "message"),
     [
-        (Plain, UnsupportedError, "answers with the whole file where a part is asked for"),
-        (Shifted, CheckpointError, r"(?s)cannot be read at byte 1000"),
+        (Plain, read_parts, UnsupportedError, "answers with the whole file where a part is asked for"),
+        (Shifted, read_parts, CheckpointError, "cannot be read at byte 1000"),
+        (Endless, store.list_tree, OSError, "more than 64 folders deep"),
+        (Cut, store.list_folder, OSError, f"failed {ATTEMPTS} times"),
+        (ChunkedCut, store.list_folder, OSError, f"failed {ATTEMPTS} times"),
+        (Partly, store.list_tree, OSError, f"failed {ATTEMPTS} times.*503"),
     ],
+    ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_other_bytes_than_requested_are_refused(
-    handler: type[Plain], error: type[Exception], message: str, folder: Path
+def test_wrong_answers_are_errors(
+    handler: type[Plain], work: Callable[[str], Any], error: type[Exception], message: str, folder: Path
 ) -> None:
+    """Files that a truncated index page or a missing one of a subfolder does not list would count as missing."""
+    (folder / "run" / "closed").mkdir()
     with serve(folder, handler) as url, pytest.raises(error, match=message):
-        read_parts(url)
+        work(url)
 
 
 def test_headers_in_the_storage_options_are_sent(folder: Path) -> None:
@@ -222,30 +234,14 @@ def test_a_dead_link_does_not_hide_other_files(tmp_path: Path) -> None:
         assert open_checkpoint(f"{url}/{path.name}", Comm()).atoms
 
 
-def test_a_listing_fails_if_a_subfolder_cannot_be_listed(folder: Path) -> None:
-    for name in ("open/deep/file", "open/other", "closed/file"):
-        (folder / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+def test_a_tree_lists_all_subfolders(folder: Path) -> None:
+    for name in ("open/deep", "empty"):
+        (folder / "run" / name).mkdir(parents=True)
+    for name in ("open/deep/file", "open/other"):
         (folder / "run" / name).write_bytes(b"12")
-    (folder / "run" / "empty").mkdir()
-    with serve(folder, Partly) as url:
-        sizes = {name: entry.size for name, entry in store.list_tree(f"{url}/open").items()}
-        assert sizes == {"deep/file": 2, "other": 2}
-        assert store.list_tree(f"{url}/empty") == {}
-        with pytest.raises(OSError, match=f"failed {ATTEMPTS} times.*503"):
-            store.list_tree(url)
-
-
-def test_folders_without_end_are_an_error(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    with serve(tmp_path, Endless) as url, pytest.raises(OSError, match="more than 64 folders deep"):
-        store.list_tree(url)
-
-
-@pytest.mark.parametrize("handler", [Cut, ChunkedCut])
-def test_a_truncated_index_page_is_an_error(handler: type[Plain], folder: Path) -> None:
-    """Otherwise unlisted files would count as missing."""
-    with serve(folder, handler) as url, pytest.raises(OSError, match=f"failed {ATTEMPTS} times"):
-        store.list_folder(url)
+    with serve(folder, Ranged) as url:
+        sizes = {name: entry.size for name, entry in store.list_tree(url).items()}
+    assert sizes == {"a file#1": len(CONTENT), "open/deep/file": 2, "open/other": 2}
 
 
 def test_links_to_files_outside_the_folder_are_ignored(folder: Path) -> None:
