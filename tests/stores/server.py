@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import http.client
+import logging
 import socket
 import struct
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -36,19 +37,18 @@ executes the request without an answer.
 """
 
 
-@dataclass
 class Server:
-    """A running server.
+    """A running server: an application that passes requests on, records them and injects faults.
 
     Attributes:
         requests: the answered requests.
         fault: chooses the fault of each request.
     """
 
-    port: int = 0
-    requests: list[Request] = field(default_factory=list)
-    fault: Fault = lambda environ: None
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.port = inner, 0
+        self.requests: list[Request] = []
+        self.fault: Fault = lambda environ: None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -60,11 +60,27 @@ class Server:
 
     @contextmanager
     def failing(self, fault: Fault) -> Iterator[None]:
-        self.fault = fault
-        try:
+        with mock.patch.object(self, "fault", fault):
             yield
-        finally:
-            self.fault = lambda environ: None
+
+    def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        fault = self.fault(environ)
+        if fault == "reset":
+            _reset(environ["werkzeug.socket"])
+        if fault == "slow":
+            time.sleep(0.3)
+        elif fault and fault[0].isdigit():
+            fault, _, code = fault.partition(" ")
+            body = _ERROR % (code or "Injected").encode()
+            start(f"{fault} FAULT", [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
+            return [body]
+        data = b"".join(self.inner(environ, start))
+        low, separator, high = environ.get("HTTP_RANGE", "").removeprefix("bytes=").partition("-")
+        span = (int(low), int(high) + 1) if separator else None
+        self.requests.append(Request(environ["REQUEST_METHOD"], environ["PATH_INFO"], span, len(data)))
+        if fault == "lost":
+            _reset(environ["werkzeug.socket"])
+        return [data[: len(data) // 2] if fault == "truncate" else data]
 
 
 def fail_first(count: int, fault: str, *, method: str = "GET", having: str = "") -> Fault:
@@ -84,37 +100,6 @@ def fail_first(count: int, fault: str, *, method: str = "GET", having: str = "")
     return decide
 
 
-class _Middleware:
-    """Records requests and injects faults."""
-
-    def __init__(self, inner: Any, server: Server) -> None:
-        self.inner, self.server = inner, server
-
-    def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
-        fault = self.server.fault(environ)
-        if fault == "reset":
-            _reset(environ["werkzeug.socket"])
-        if fault == "slow":
-            time.sleep(0.3)
-        elif fault and fault[0].isdigit():
-            fault, _, code = fault.partition(" ")
-            body = _ERROR % (code or "Injected").encode()
-            start(f"{fault} FAULT", [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
-            return [body]
-        data = b"".join(self.inner(environ, start))
-        self._note(environ, len(data))
-        if fault == "lost":
-            _reset(environ["werkzeug.socket"])
-        return [data[: len(data) // 2] if fault == "truncate" else data]
-
-    def _note(self, environ: dict[str, Any], nbytes: int) -> None:
-        requested = environ.get("HTTP_RANGE", "").removeprefix("bytes=")
-        low, _, high = requested.partition("-")
-        span = (int(low), int(high) + 1) if requested else None
-        with self.server.lock:
-            self.server.requests.append(Request(environ["REQUEST_METHOD"], environ["PATH_INFO"], span, nbytes))
-
-
 _ERROR = b'<?xml version="1.0" encoding="UTF-8"?><Error><Code>%s</Code><Message>injected</Message></Error>'
 
 
@@ -125,42 +110,26 @@ def _reset(connection: socket.socket) -> None:
 
 
 @contextmanager
-def serve() -> Iterator[Server]:
-    import logging
-
+def serve_bucket() -> Iterator[Server]:
+    """Serve an empty bucket; moto keeps buckets per process, so existing ones are deleted."""
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 
     logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
-    found = Server()
-    listening = make_server(
-        "127.0.0.1", 0, _Middleware(DomainDispatcherApplication(create_backend_app), found), threaded=True
-    )
+    found = Server(DomainDispatcherApplication(create_backend_app))
+    listening = make_server("127.0.0.1", 0, found, threaded=True)
     found.port = listening.server_port
     thread = threading.Thread(target=listening.serve_forever, daemon=True)
     thread.start()
     try:
-        yield found
+        for method, path in (("POST", "moto-api/reset"), ("PUT", BUCKET)):
+            address = f"{found.options['endpoint_url']}/{path}"
+            urllib.request.urlopen(urllib.request.Request(address, method=method)).close()
+        with use_options(found.options):
+            yield found
     finally:
         listening.shutdown()
         thread.join()
-
-
-def make_bucket(server: Server, name: str = BUCKET) -> None:
-    """Create an empty bucket; moto keeps buckets per process, so an existing one is deleted."""
-    for method, path in (("POST", "/moto-api/reset"), ("PUT", f"/{name}")):
-        connection = http.client.HTTPConnection("127.0.0.1", server.port)
-        connection.request(method, path)
-        assert connection.getresponse().status == 200
-        connection.close()
-
-
-@contextmanager
-def serve_bucket() -> Iterator[Server]:
-    with serve() as found:
-        make_bucket(found)
-        with use_options(found.options):
-            yield found
 
 
 @contextmanager
