@@ -93,37 +93,26 @@ def test_ranks_of_a_node_share_its_cores(cores: int, ranks: str, count: int, mon
     assert count_threads() == count
 
 
-@pytest.fixture
-def threads_of_torch() -> Iterator[int]:
-    """A number of threads above a rank's share of the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(6)
-    yield 6
-    torch.set_num_threads(before)
-
-
-def test_torch_uses_one_thread_in_each_worker_thread(threads_of_torch: int) -> None:
-    seen: list[int] = []
+@pytest.mark.parametrize(("ranks", "share"), [("4", 4), ("100", 1), ("1", 6)])
+def test_torch_uses_a_ranks_share_of_the_cores_and_one_thread_in_each_worker(
+    ranks: str, share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number is restored, also after an error."""
+    before, seen = torch.get_num_threads(), list[int]()
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
 
     def work(turn: Iterator[int]) -> None:
-        seen.extend(torch.get_num_threads() for _ in turn)
+        seen.extend(torch.get_num_threads() // job for job in turn)
 
-    run_threads(range(10), work, 3)
-    assert seen == [1] * 10
-    assert torch.get_num_threads() == threads_of_torch
-
-    def fail(turn: Iterator[int]) -> None:
-        seen.extend(1 // job for job in turn)
-
-    with pytest.raises(ZeroDivisionError):
-        run_threads([0], fail, 3)
-    assert torch.get_num_threads() == threads_of_torch
-
-
-def test_torch_uses_a_ranks_share_of_the_cores(threads_of_torch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
-    for ranks, share in (("4", 4), ("100", 1), ("1", threads_of_torch)):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    torch.set_num_threads(6)
+    try:
         with limit_torch():
             assert torch.get_num_threads() == share
-        assert torch.get_num_threads() == threads_of_torch
+        run_threads([1] * 10, work, 3)
+        assert seen == [1] * 10 and torch.get_num_threads() == 6
+        with pytest.raises(ZeroDivisionError):
+            run_threads([0], work, 3)
+        assert torch.get_num_threads() == 6
+    finally:
+        torch.set_num_threads(before)

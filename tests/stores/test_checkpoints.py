@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-import threading
-from collections.abc import Callable
-from itertools import product
+from collections.abc import Callable, Iterator
+from itertools import count, product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -130,14 +130,8 @@ def test_an_error_in_the_temporary_folder_of_uploads_names_it(saved: Save, monke
         message = rf"(?s)needs .*, has 1,000 bytes free.*Files are written below TMPDIR \({tempfile.gettempdir()}\)"
         with pytest.raises(StorageError, match=message):
             convert_checkpoint(folder, f"{URL}/converted")
-    made = iter([tempfile.TemporaryDirectory])
-
-    def make(**how: Any) -> Any:
-        if (kind := next(made, None)) is None:
-            raise FileNotFoundError(2, "No such file or directory", "/scratch")
-        return kind(**how)
-
-    monkeypatch.setattr(tempfile, "TemporaryDirectory", make)
+    made = [tempfile.TemporaryDirectory(), FileNotFoundError(2, "No such file or directory", "/scratch")]
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", mock.Mock(side_effect=made))
     found = World(2).run(lambda _rank, comm: convert_checkpoint(folder, TO, comm=comm))
     assert [type(each) for each in found] == [StorageError] * 2
 
@@ -150,15 +144,13 @@ def test_a_stopped_upload_leaves_no_complete_output(
     folder, _ = saved(Topology(1, 2))
     convert_checkpoint(folder, str(tmp_path / "local"))
     whole, put = read_tree(str(tmp_path / "local")), upload.put_file
+    most = len(whole) + stopped if stopped < 0 else stopped
     for _ in range(2):  # a fresh destination, then an existing one
-        done: list[str] = []
-        lock = threading.Lock()
+        numbers = count()
 
-        def stop(url: str, path: str, done: list[str] = done, lock: Any = lock) -> None:
-            with lock:
-                if len(done) >= stopped % (len(whole) + 1) - (stopped < 0):
-                    raise OSError("the network is gone")
-                done.append(url)
+        def stop(url: str, path: str, numbers: Iterator[int] = numbers) -> None:
+            if next(numbers) >= most:
+                raise OSError("the network is gone")
             put(url, path)
 
         monkeypatch.setattr(upload, "put_file", stop)
