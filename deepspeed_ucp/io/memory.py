@@ -12,7 +12,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -144,12 +143,11 @@ class ScratchPool:
 
     def __init__(
         self,
-        allocate: Callable[[int], memoryview] | None = None,
+        allocate: Callable[[int], memoryview] = allocate_large,
         record: Callable[[], Event | None] = lambda: None,
         most: int = 0,
     ) -> None:
-        self._make = Scratch if allocate is None else partial(Scratch, allocate)
-        self._record, self._allowed, self._lock = record, most, threading.Lock()
+        self._allocate, self._record, self._allowed, self._lock = allocate, record, most, threading.Lock()
         self._idle = deque[tuple[Scratch, Event | None]]()
 
     @contextmanager
@@ -171,7 +169,7 @@ class ScratchPool:
                 if event is None or event.query() or self._allowed <= 0:
                     return self._idle.popleft()
             self._allowed -= 1
-        return self._make(), None
+        return Scratch(self._allocate), None
 
     def settle(self) -> None:
         """Wait until no returned piece is read any more."""

@@ -248,7 +248,7 @@ class RecordReader(Closing):
         offset = self.records.offsets[first.record] + first.offset
         data = file.fetch(offset, nbytes, scratch) if len(group) == 1 and not self._again(first) else None
         if data is not None:
-            return [([data], _divide(first, sinks, data))]
+            return [([data], _arrange(first, sinks, data, is_read=True)[1])]
         arranged, memory = [], scratch.take(nbytes)
         for read in group:
             arranged.append(_arrange(read, sinks, memory))
@@ -279,12 +279,14 @@ class RecordReader(Closing):
         return open_stored(path, size=file.size)
 
 
-def _arrange(read: Read, sinks: Sequence[Sink | None], scratch: memoryview) -> tuple[list[memoryview], Staged]:
-    """Choose memory for each item: its destination if possible, else scratch."""
+def _arrange(
+    read: Read, sinks: Sequence[Sink | None], scratch: memoryview, is_read: bool = False
+) -> tuple[list[memoryview], Staged]:
+    """Choose memory for each item: its destination if possible, else scratch; scratch if its bytes are there."""
     views, staged, memory = list[memoryview](), Staged(), scratch[: read.nbytes]
     for item in read.items:
         sink = sinks[item.destination]
-        view = sink.view(item.position, item.nbytes) if sink is not None and not item.stride else None
+        view = None if sink is None or item.stride or is_read else sink.view(item.position, item.nbytes)
         if view is None:
             view = memory[: item.nbytes]
             if sink is not None:
@@ -292,17 +294,6 @@ def _arrange(read: Read, sinks: Sequence[Sink | None], scratch: memoryview) -> t
         views.append(view)
         memory = memory[item.nbytes :]
     return [*views, memory] if memory.nbytes else views, staged
-
-
-def _divide(read: Read, sinks: Sequence[Sink | None], data: memoryview) -> Staged:
-    """Return the parts of bytes that were read, with their destinations."""
-    staged = Staged()
-    for item in read.items:
-        sink = sinks[item.destination]
-        if sink is not None:
-            staged.append((sink, item, data[: item.nbytes]))
-        data = data[item.nbytes :]
-    return staged
 
 
 def sum_range(file: Stored, offset: int, nbytes: int, chunk: int = 4 << 20) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pickle
 import re
-import struct
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -78,7 +77,7 @@ def make_damage_error(path: str, text: str) -> CheckpointError:
     return CheckpointError(f"{text} {RESTORE}", path=path)
 
 
-_NUMPY_FORMATS = {"f8": "<d", "f4": "<f", "f2": "<e", "i8": "<q", "i4": "<i", "b1": "<?"}
+_NUMPY_FORMATS = ("f8", "f4", "f2", "i8", "i4", "b1")
 _SHORT = 60
 
 MOST_BITS = 512
@@ -274,10 +273,10 @@ def _read_numpy_scalar(value: PickledObject) -> Any:
     kind, data = value.args if len(value.args) == 2 else (None, None)
     if isinstance(data, PickledObject) and data.kind == "_codecs.encode" and data.args[1:] == ("latin1",):
         data = str(data.args[0]).encode("latin1")
-    form = _NUMPY_FORMATS.get(str(kind.args[0])) if isinstance(kind, PickledObject) and kind.args else None
-    if form is None or not isinstance(data, bytes) or len(data) != struct.calcsize(form):
+    form = str(kind.args[0]) if isinstance(kind, PickledObject) and kind.args else ""
+    if form not in _NUMPY_FORMATS or not isinstance(data, bytes) or len(data) != int(form[1]):
         return value
-    return struct.unpack(form, data)[0]
+    return np.frombuffer(data, f"<{form}")[0].item()
 
 
 def list_parts(value: Any) -> list[Any]:

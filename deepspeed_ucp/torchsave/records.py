@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -82,7 +82,7 @@ def list_zip(path: str, stream: ReadStream) -> FileRecords:
     predicted = _predict_offsets(entries, archive.start_dir) if stream.is_remote else {}
     offsets = {info.header_offset for info in filled} - predicted.keys()
     stream.read_ahead([(offset, LOCAL.size) for offset in offsets if 0 <= offset < stream.size])
-    is_checked = _is_checked(entries)
+    is_checked = any(info.CRC for info in entries)  # torch.serialization.set_crc32_options(False) writes zeros
     located = []
     for info in filled:
         offset = _locate(path, stream, info, predicted.get(info.header_offset))
@@ -112,18 +112,13 @@ def _sum_directory(front: FilePart, archive: zipfile.ZipFile) -> int:
     return isal_zlib.crc32(front.read())
 
 
-def _is_checked(entries: Iterable[zipfile.ZipInfo]) -> bool:
-    """Return True if the writer stored checksums instead of zeros."""
-    return any(info.CRC for info in entries)  # torch.serialization.set_crc32_options(False) writes zeros
-
-
 def sum_directory(path: str) -> int | None:
     """Return the CRC32 of a zip directory with checksums; None without one."""
     with open_file(path) as stream:
         if not starts_zip(stream):
             return None
         front, archive = _open_zip(path, stream)
-        return _sum_directory(front, archive) if _is_checked(archive.infolist()) else None
+        return _sum_directory(front, archive) if any(info.CRC for info in archive.infolist()) else None
 
 
 _END, _LOCATOR = struct.Struct("<4s4H2IH"), struct.Struct("<4sIQI")

@@ -195,9 +195,6 @@ class Pickled(pickle._Unpickler):
             path=self.path,
         )
 
-    def load_frame(self) -> None:
-        self.read(8)  # the frame's length, which only buffered readers need
-
     def load_put(self) -> None:
         index = int(self.readline())
         if not is_short(index):
@@ -228,18 +225,12 @@ class Pickled(pickle._Unpickler):
         self.storages[storage.key] = storage
         return storage
 
-    def load_reduce(self) -> None:
-        self._make(pickle.REDUCE, 2)
-
     def load_newobj(self) -> None:
         stack = self.stack
         if len(stack) > 1 and stack[-1] == () and id(stack[-2]) in self.plain:
             self.append(PickledObject(pickle.NEWOBJ, [stack.pop(-2), stack.pop()]))
         else:
             self._make(pickle.NEWOBJ, 2)
-
-    def load_newobj_ex(self) -> None:
-        self._make(pickle.NEWOBJ_EX, 3)
 
     def _make(self, op: bytes, number: int) -> None:
         """Push the result of a call: a tensor, a known container, or a recorded call."""
@@ -280,12 +271,6 @@ class Pickled(pickle._Unpickler):
         del self.stack[-number:]
         return items
 
-    def load_append(self) -> None:
-        self._extend(self._take(1))
-
-    def load_appends(self) -> None:
-        self._extend(self.pop_mark())
-
     def _extend(self, items: list[Any]) -> None:
         changed = self.stack[-1]
         if type(changed) is list:
@@ -297,12 +282,6 @@ class Pickled(pickle._Unpickler):
         items = self.pop_mark()
         self.append({})
         self._set(items)
-
-    def load_setitem(self) -> None:
-        self._set(self._take(2))
-
-    def load_setitems(self) -> None:
-        self._set(self.pop_mark())
 
     def _set(self, items: list[Any]) -> None:
         """Add entries, alternating keys and values, to the topmost object."""
@@ -540,5 +519,13 @@ _INSTRUCTIONS: dict[bytes, Callable[[Pickled], None]] = {
     bytes([code]): getattr(Pickled, load.__name__)
     for code, load in pickle._Unpickler.dispatch.items()
     if load.__name__ in vars(Pickled) or load.__name__.removeprefix("load_") in _INERT.split()
+} | {
+    pickle.FRAME: lambda pickled: pickled.read(8),  # its length, which only buffered readers need
+    pickle.REDUCE: lambda pickled: pickled._make(pickle.REDUCE, 2),
+    pickle.NEWOBJ_EX: lambda pickled: pickled._make(pickle.NEWOBJ_EX, 3),
+    pickle.APPEND: lambda pickled: pickled._extend(pickled._take(1)),
+    pickle.APPENDS: lambda pickled: pickled._extend(pickled.pop_mark()),
+    pickle.SETITEM: lambda pickled: pickled._set(pickled._take(2)),
+    pickle.SETITEMS: lambda pickled: pickled._set(pickled.pop_mark()),
 }
 _NAMES = {getattr(pickle, name): name for name in pickle.__all__ if name.isupper() and len(name) > 1}
