@@ -30,10 +30,9 @@ from .zipframe import BYTEORDER, DATA, PICKLE, ROOT
 BEGINNING, ENDING = 2048, 1024
 """Bytes at a file's start that hold its pickle, and at its end that hold its directory, as torch writes them."""
 
-_MOST_FORMS = 8  # limit of forms per file size, so that a hostile file cannot make the comparison slow
+_MOST_FORMS = 8  # limit of forms per directory, so that a hostile file cannot make the comparison slow
 
 _ENTRY, _ENTRY_MAGIC = struct.Struct("<4s12xI8x3H12x"), b"PK\x01\x02"
-_CRC, _CRC_BYTES = 16, 4
 
 
 class Header(NamedTuple):
@@ -43,30 +42,16 @@ class Header(NamedTuple):
     storages: dict[str, Record]
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """The common part of files of one form.
-
-    Attributes:
-        begin: all bytes in front of the storage.
-        compared: slices of the ending, joined they equal ``same``.
-        crc: position of the storage's checksum in the ending.
-    """
-
-    tree: TensorRef
-    record: Record
-    begin: bytes
-    compared: tuple[slice, ...]
-    same: bytes
-    crc: slice
-
-
 class HeaderCache:
-    """Headers of the files inside one larger file."""
+    """Headers of the files inside one larger file.
+
+    Files of one form have the same size, the same directory except for checksums, and the same bytes in front of the
+    only storage.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._forms: dict[int, list[_Form]] = defaultdict(list)
+        self._forms = defaultdict[tuple[int, bytes], list[tuple[bytes, TensorRef, Record]]](list)
 
     def find(self, nbytes: int, begin: bytes, end: bytes) -> Header | None:
         """Return the header of a file of a known form, else None.
@@ -74,11 +59,12 @@ class HeaderCache:
         Args:
             begin, end: its first :data:`BEGINNING` and last :data:`ENDING` bytes.
         """
-        for form in self._forms.get(nbytes, ()):
-            if begin.startswith(form.begin) and b"".join([end[part] for part in form.compared]) == form.same:
-                record = form.record._replace(crc=int.from_bytes(end[form.crc], "little"))
-                tree = form.tree if form.tree.data is None else self._fill(form.tree, record, begin)
-                return None if tree is None else Header(tree, {tree.storage.key: record})
+        _, directory, crc = _read_directory(end)
+        for front, tree, record in self._forms.get((nbytes, directory), ()):
+            if begin.startswith(front):
+                record = record._replace(crc=crc)
+                filled = tree if tree.data is None else self._fill(tree, record, begin)
+                return None if filled is None else Header(filled, {tree.storage.key: record})
         return None
 
     def _fill(self, tree: TensorRef, record: Record, begin: bytes) -> TensorRef | None:
@@ -92,37 +78,36 @@ class HeaderCache:
 
     def add(self, header: Header, records: FileRecords, begin: bytes, end: bytes) -> None:
         """Add the form of a parsed header if torch wrote the file for a single tensor."""
-        forms, named = self._forms[records.size], records.records
+        named, (names, directory, _) = records.records, _read_directory(end)
         tree, storages = header
-        if len(forms) == _MOST_FORMS or len(storages) != 1 or type(tree) is not TensorRef:
+        if len(storages) != 1 or type(tree) is not TensorRef or sorted(names) != sorted(named):
             return
         ((key, record),) = storages.items()
         front = [named[name] for name in (PICKLE, BYTEORDER) if name in named]
         if key != tree.storage.key or record.crc is None or not record.offset <= len(begin):
             return
-        if any(other.offset > record.offset for other in front):
-            return
-        entries = _list_entries(end)
-        if sorted(entries) != sorted(named):
-            return
-        cuts = sorted(entries[name] for name, other in named.items() if other.offset >= record.offset)
-        starts = [min(entries.values()) - _CRC, *(cut + _CRC_BYTES for cut in cuts)]
-        compared = tuple(slice(start, cut) for start, cut in zip(starts, [*cuts, None], strict=True))
-        same = b"".join([end[part] for part in compared])
-        crc = slice(place := entries[f"{DATA}{key}"], place + _CRC_BYTES)
-        forms.append(_Form(tree, record, begin[: record.offset], compared, same, crc))
+        forms = self._forms[records.size, directory]
+        if len(forms) < _MOST_FORMS and all(other.offset <= record.offset for other in front):
+            forms.append((begin[: record.offset], tree, record))
 
 
-def _list_entries(end: bytes) -> dict[str, int]:
-    """Map record names to positions of their checksums in the last bytes of a zip."""
-    positions = {}
-    at = end.find(_ENTRY_MAGIC)
-    while at >= 0 and len(end) >= at + _ENTRY.size and end[at : at + 4] == _ENTRY_MAGIC:
-        lengths = _ENTRY.unpack_from(end, at)[2:]
-        name = end[at + _ENTRY.size : at + _ENTRY.size + lengths[0]]
-        positions[name.partition(b"/")[2].decode(errors="replace")] = at + _CRC
+def _read_directory(end: bytes) -> tuple[list[str], bytes, int]:
+    """Return a zip's directory in its last bytes: names, the bytes, and the first storage's checksum.
+
+    In the bytes the checksums of that storage and of later records are 0.
+    """
+    at = start = max(end.find(_ENTRY_MAGIC), 0)
+    names, found, crc = list[str](), bytearray(end), None
+    while len(end) >= at + _ENTRY.size and end[at : at + 4] == _ENTRY_MAGIC:
+        stored, *lengths = _ENTRY.unpack_from(end, at)[1:]
+        name = end[at + _ENTRY.size : at + _ENTRY.size + lengths[0]].partition(b"/")[2].decode(errors="replace")
+        names.append(name)
+        if crc is None and name.startswith(DATA):
+            crc = stored
+        if crc is not None:
+            found[at + 16 : at + 20] = bytes(4)
         at += _ENTRY.size + sum(lengths)
-    return positions
+    return names, bytes(found[start:]), crc or 0
 
 
 _BIG_ENDIAN = "saved on a big-endian machine, which is not supported. Load it with torch and save it again here."
