@@ -7,12 +7,12 @@ import fcntl
 import os
 import re
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -23,7 +23,7 @@ from deepspeed_ucp.io import disk
 from deepspeed_ucp.io.disk import check_space, explain_full, sync_tree, write_at, write_atomically
 from deepspeed_ucp.io.staging import LATEST, MANIFEST, OutputKind, Staging, hold_lock
 from tests.support.covering import stride
-from tests.support.crash import failing, list_calls, list_writes, run_dying
+from tests.support.crash import failing, intercept, list_calls, list_writes, run_dying
 
 KIND = OutputKind(
     name="an output",
@@ -50,12 +50,17 @@ def stage(destination: object, source: object = "/source", kind: OutputKind = KI
     return Staging(str(destination), str(source), kind)
 
 
-def make_atomic(folder: Path) -> Path:
-    """Make the files by which staging recognizes an atomic checkpoint."""
-    (folder / "zero").mkdir(parents=True)
-    (folder / "zero" / "weight").write_text("old")
-    (folder / MANIFEST).write_text("old")
-    return folder
+NEW = {MANIFEST: "new", "zero/bias": "new", "zero/weight": "new"}
+OLD = {MANIFEST: "old", "zero/weight": "old"}
+FOREIGN = {MANIFEST: "foreign", ".ucp-halt": "foreign", "zero/other/weight": "foreign"}
+
+
+def make_tree(folder: Path | str, files: dict[str, str] = OLD) -> Path:
+    """Make a folder of files, by default those by which staging recognizes an output."""
+    for name, text in files.items():
+        Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
+        Path(folder, name).write_text(text)
+    return Path(folder)
 
 
 def convert(destination: Path, *, overwrite: bool = False) -> None:
@@ -81,10 +86,6 @@ def read_tree(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-NEW = {MANIFEST: "new", "zero/bias": "new", "zero/weight": "new"}
-OLD = {MANIFEST: "old", "zero/weight": "old"}
-
-
 # -- killed, and disk full --------------------------------------------------------------------------------------------
 
 FULL = {errno.errorcode[code]: code for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
@@ -97,12 +98,15 @@ FULL = {errno.errorcode[code]: code for code in (errno.ENOSPC, errno.EDQUOT, err
 def test_a_conversion_that_fails_at_any_call_leaves_a_complete_output(
     before: str, failure: str, tmp_path: Path
 ) -> None:
-    """It is killed between or within calls, or the disk is full. The next run completes the conversion."""
+    """It is killed between or within calls, or the disk is full. The next run completes the conversion.
+
+    Another attempt is the temporary folder of a killed conversion of another source.
+    """
     prepare = {
         "nothing": lambda folder: folder.parent.mkdir(),
         "empty": lambda folder: folder.mkdir(parents=True),
-        "old": make_atomic,
-        "other-attempt": leave_attempt,
+        "old": make_tree,
+        "other-attempt": lambda folder: make_tree(stage(folder).folder, FOREIGN),
     }[before]
 
     prepare(tmp_path / "dry" / "step1")
@@ -132,21 +136,13 @@ def test_a_conversion_that_fails_at_any_call_leaves_a_complete_output(
     assert all(re.search("disk full .*bytes free", error) for error in errors) and bool(errors) == (failure in FULL)
 
 
-def leave_attempt(destination: Path) -> None:
-    """Leave the temporary folder of a killed conversion of another source."""
-    staging = stage(destination)
-    for name in (MANIFEST, ".ucp-halt", os.path.join("zero", "other", "weight")):
-        Path(staging.path(name)).parent.mkdir(parents=True, exist_ok=True)
-        Path(staging.path(name)).write_text("foreign")
-
-
 def test_the_output_of_two_killed_conversions_is_completed(tmp_path: Path) -> None:
     for first in range(0, 40, 13):
         for second in range(0, 30, 11):
             destination = tmp_path / f"{first}-{second}" / "step1"
-            make_atomic(destination)
-            run_dying(lambda folder=destination: convert(folder, overwrite=True), first)
-            run_dying(lambda folder=destination: convert(folder, overwrite=True), second)
+            make_tree(destination)
+            for at in (first, second):
+                run_dying(lambda folder=destination: convert(folder, overwrite=True), at)
             convert(destination, overwrite=True)
             assert read_tree(destination) == NEW
 
@@ -184,17 +180,9 @@ def test_space_is_checked_with_figures_before_the_first_byte(tmp_path: Path, mon
 # -- one writer -------------------------------------------------------------------------------------------------------
 
 
-def test_a_lock_file_removed_before_flock_is_created_again(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_file_removed_before_flock_is_created_again(staging: Staging) -> None:
     """Its holder removes it between open and flock, so no other process would see this lock."""
-    flock, removed = fcntl.flock, []
-
-    def remove_first(fd: int, operation: int) -> None:
-        if not removed:
-            removed.append(os.unlink(staging.lock_path))
-        flock(fd, operation)
-
-    monkeypatch.setattr(fcntl, "flock", remove_first)
-    with staging.lock():
+    with intercept(lambda number, *_: number or os.unlink(staging.lock_path), [(fcntl, "flock")]), staging.lock():
         assert os.path.exists(staging.lock_path)
         text = f"a conversion to {staging.destination} is under way already .pid {os.getpid()} on "
         with pytest.raises(StorageError, match=text):
@@ -233,23 +221,18 @@ def test_a_lock_file_without_content_is_a_lock(staging: Staging) -> None:
 # -- files that are never replaced ------------------------------------------------------------------------------------
 
 
-def make_foreign(kind: str, path: Path) -> None:
-    """Create a foreign file, folder or link at a path."""
-    if kind == "folder":
-        leave_attempt(path)
-        os.rename(path.parent / f".{path.name}.ucp-partial", path)
-        (path / "notes.txt").write_text("mine")
-    elif kind == "file":
-        path.write_text("mine")
-    else:
-        path.symlink_to(make_atomic(path.parent / "other"))
+MAKERS: dict[str, Callable[[Path], object]] = {
+    "folder": lambda path: make_tree(path, {**FOREIGN, "notes.txt": "mine"}),
+    "file": lambda path: path.write_text("mine"),
+    "link": lambda path: path.symlink_to(make_tree(path.parent / "other")),
+}
 
 
 @pytest.mark.parametrize("at", ["folder", "destination"])
-@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+@pytest.mark.parametrize("kind", MAKERS)
 def test_foreign_files_are_refused_and_kept(kind: str, at: str, staging: Staging, tmp_path: Path) -> None:
     """They are at the destination, or have the name of the temporary folder."""
-    make_foreign(kind, Path(getattr(staging, at)))
+    MAKERS[kind](Path(getattr(staging, at)))
     before = read_tree(tmp_path)
     for overwrite in (False, True):
         with pytest.raises(StorageError, match="stays"):
@@ -262,7 +245,7 @@ def test_only_a_complete_output_is_committed_and_replaces_no_other(staging: Stag
     with pytest.raises(CheckpointError, match="it is not whole"):
         staging.commit(None)
     write_atomically(staging.path(MANIFEST), b"new")
-    make_foreign("file", Path(staging.destination))
+    Path(staging.destination).write_text("mine")
     with pytest.raises(StorageError, match="appeared while the conversion ran"):
         staging.commit(None, overwrite=True)
     assert Path(staging.destination).read_text() == "mine"
@@ -333,11 +316,8 @@ def test_foreign_files_that_the_output_kind_keeps_are_copied(tmp_path: Path, mon
     """The copies are durable before the old output is removed."""
     synced: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
-    monkeypatch.setattr(os, "rename", lambda *paths, _call=os.rename: (synced.append("renamed"), _call(*paths)))
-    make_atomic(tmp_path / "out")
-    (tmp_path / "out" / "config.json").write_text("mine")
-    (tmp_path / "out" / "config.d").mkdir()
-    (tmp_path / "out" / "config.d" / "part").write_text("mine")
+    kept = {"config.json": "mine", "config.d/part": "mine"}
+    make_tree(tmp_path / "out", OLD | kept)
     with pytest.raises(StorageError, match=r"config\.json.*stays"):
         stage(tmp_path / "out").check_destination(overwrite=True)
     staging = stage(tmp_path / "out", kind=replace(KIND, kept=re.compile(r"config\.(json|d)")))
@@ -345,9 +325,10 @@ def test_foreign_files_that_the_output_kind_keeps_are_copied(tmp_path: Path, mon
     staging.begin()
     write_atomically(staging.path(MANIFEST), b"new")
     synced.clear()
-    staging.commit(overwrite=True)
-    assert read_tree(tmp_path / "out") == {MANIFEST: "new", "config.json": "mine", "config.d/part": "mine"}
-    assert {staging.path("config.json"), staging.path("config.d", "part")} <= set(synced[: synced.index("renamed")])
+    with intercept(lambda *_: synced.append("renamed"), [(os, "rename")]):
+        staging.commit(overwrite=True)
+    assert read_tree(tmp_path / "out") == {MANIFEST: "new", **kept}
+    assert set(map(staging.path, kept)) <= set(synced[: synced.index("renamed")])
 
 
 # -- durable ----------------------------------------------------------------------------------------------------------
@@ -355,7 +336,7 @@ def test_foreign_files_that_the_output_kind_keeps_are_copied(tmp_path: Path, mon
 
 def test_few_files_are_synced_separately_and_many_by_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are synced separately if the system lacks the call."""
-    make_atomic(tmp_path / "tree")
+    make_tree(tmp_path / "tree")
     synced, names = list[str](), {".", "zero", "zero/weight", MANIFEST}
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
     for few, can, expected in ((64, True, names), (1, True, {"all"}), (1, False, names | {"all"})):
@@ -369,15 +350,9 @@ def test_few_files_are_synced_separately_and_many_by_one_call(tmp_path: Path, mo
 def test_all_files_are_durable_before_the_output_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     monkeypatch.setattr("deepspeed_ucp.io.staging.sync_tree", lambda _folder: events.append("sync"))
-    for name in ("rename", "replace", "unlink"):
-        original = getattr(os, name)
-
-        def note(path: str, *args: Any, _call: Any = original, _name: str = name, **kwargs: Any) -> None:
-            events.append(f"{_name} {os.path.basename(args[0] if args else path)}")
-            _call(path, *args, **kwargs)
-
-        monkeypatch.setattr(os, name, note)
-    convert(tmp_path / "step1")
+    calls = [(os, name) for name in ("rename", "replace", "unlink")]
+    with intercept(lambda _, name, paths: events.append(f"{name} {os.path.basename(paths[-1])}"), calls):
+        convert(tmp_path / "step1")
     manifest, committed = events.index(f"replace {MANIFEST}"), events.index("rename step1")
     assert "sync" in events[:manifest]
     assert committed == manifest + 1
