@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import mmap
 import os
 import random
-import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -100,7 +98,7 @@ def refuse(code: int) -> mock.Mock:
         (lambda path, _: os.unlink(path), r"cannot be opened \(No such file"),
         (
             lambda _, patch: patch.setattr(os, "preadv", refuse(errno.EIO)),
-            r"cannot be read at byte \d+07 \(Input/output error\)",
+            r"cannot be read at byte \d+07 \(Input/output",
         ),
     ],
     ids=["cut", "removed", "unreadable"],
@@ -226,21 +224,15 @@ def test_a_file_needs_one_descriptor(cold: StoredFile) -> None:
 
 def test_mincore_is_called_for_whole_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system has pages of 64 KiB, and its mmap refuses other offsets."""
-
-    class Libc:
-        def mmap(self, address: None, size: int, protection: int, flags: int, fd: int, offset: int) -> int | None:
-            return None if offset % (64 << 10) else 1
-
-        def munmap(self, address: int, size: int) -> None:
-            assert size == (512 << 10) + 4096
-
-        def mincore(self, address: int, size: int, pages: ctypes.Array[ctypes.c_ubyte]) -> int:
-            assert len(pages) == 9 and size == (512 << 10) + 4096
-            return 0
-
+    libc, size = mock.Mock(), (512 << 10) + 4096
+    libc.mmap.side_effect = lambda *args: None if args[-1] % (64 << 10) else 1
+    libc.mincore.return_value = 0
     monkeypatch.setattr(mmap, "PAGESIZE", 64 << 10)
-    monkeypatch.setattr(direct, "load_libc", Libc)
+    monkeypatch.setattr(direct, "load_libc", lambda: libc)
     assert not direct.is_cached(0, (64 << 10) + 4096, 512 << 10)
+    address, nbytes, pages = libc.mincore.call_args.args
+    assert (address, nbytes, len(pages)) == (1, size, 9)
+    libc.munmap.assert_called_once_with(1, size)
 
 
 def test_is_cached_checks_all_pages_of_a_range(tmp_path: Path) -> None:
@@ -285,18 +277,16 @@ def test_small_reads_disable_a_long_readahead(passes: bool, file: FileRef, monke
 def test_a_disk_is_read_past_the_cache_with_large_pages_or_a_short_readahead(
     kind: str, readahead: str, pages: str, passes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    enabled = tmp_path / "enabled"
+    enabled, file = tmp_path / "enabled", tmp_path / "file"
+    file.touch()
     if pages:
         enabled.write_text("always madvise never\n".replace(pages, f"[{pages}]"))
     monkeypatch.setattr(memory, "_LARGE_PAGES", enabled)
     monkeypatch.setattr(direct, "has_large_pages", memory.has_large_pages.__wrapped__)
-    file = tmp_path / "file"
-    file.write_bytes(b"x")
-    device = file.stat().st_dev
-    told = tmp_path / f"{os.major(device)}:{os.minor(device)}" / "read_ahead_kb"
     if readahead:
-        told.parent.mkdir()
-        told.write_text(readahead + "\n")
+        device = tmp_path / f"{os.major(file.stat().st_dev)}:{os.minor(file.stat().st_dev)}"
+        device.mkdir()
+        (device / "read_ahead_kb").write_text(readahead + "\n")
     monkeypatch.setattr(direct, "_DEVICES", tmp_path)
     monkeypatch.setattr(direct, "find_kind", lambda fd: kind)
     with file.open() as opened:
@@ -329,28 +319,19 @@ def test_scans_compute_checksums_of_any_ranges(ranges: list[tuple[int, int]], th
     assert not found[0].errors
 
 
-@pytest.mark.parametrize(
-    ("name", "text"), [("gone", "cannot be opened .No such file"), (".", "cannot be opened .Is a directory")]
-)
+@pytest.mark.parametrize(("name", "text"), [("gone", "No such file"), (".", "Is a directory")])
 def test_an_unreadable_file_is_recorded_as_a_fault(tmp_path: Path, name: str, text: str) -> None:
     (found,) = scan_files([ScanFile(str(tmp_path / name), 9000, ((0, 10),))])
-    assert found.crcs == [None]
-    assert len(found.errors) == 1
-    assert re.match(text, found.errors[0][1])
+    ((_, message),) = found.errors
+    assert found.crcs == [None] and message.startswith(f"cannot be opened ({text}")
 
 
 @pytest.mark.parametrize("size", [1, 4096, 4097, 12_288])
 def test_a_file_is_closed_after_its_last_piece(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_bytes(SCANNED[:size])
-    opened: list[mock.Mock] = []
-
-    def open_recorded(*args: Any, **options: Any) -> Any:
-        opened.append(mock.Mock(wraps=open_stored(*args, **options)))
-        return opened[-1]
-
-    monkeypatch.setattr(scan, "open_stored", open_recorded)
+    opened = [mock.Mock(wraps=open_stored(str(tmp_path / "a"))) for _ in range(2)]
+    monkeypatch.setattr(scan, "open_stored", mock.Mock(side_effect=opened))
     scan_files([ScanFile(str(tmp_path / "a"), size)] * 2, threads=1, window=4096)
-    assert len(opened) == 2
     for stored in opened:
         names = [name for name, *_ in stored.method_calls]
         assert names.count("close") == 1 and names[-1] == "close" and len(names) > -(-size // 4096)
