@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -146,12 +146,12 @@ class ObjectStore(Store):
             raise OSError(f"{arrived['size']} bytes arrived of {size}, or another file replaced them; write it again")
 
     def open_regular(self, url: str) -> ReadStream:
-        return RemoteStream(RemoteFile(url, self.find_entry))
+        return RemoteStream(RemoteFile(url, _known.get(normalize(url)) or self.find_entry(url)))
 
     def open_stored(self, url: str, advice: int = os.POSIX_FADV_NORMAL, *, size: int | None = None) -> Stored:
         try:
-            known = self.find_entry if size is None else lambda _url: Entry(size, 0.0)
-            return RemoteFile(url, known)
+            entry = _known.get(normalize(url))
+            return RemoteFile(url, entry or (self.find_entry(url) if size is None else Entry(size, 0.0)))
         except OSError as error:
             raise explain_failure(url, "opened", error) from error
 
@@ -198,16 +198,11 @@ def _read_front(url: str, most: int | None) -> tuple[bytes, Any]:
 
 
 class RemoteFile(Stored):
-    """An object read by ranges, in the version of the last listing or first answer.
+    """An object read by ranges, in the version of its entry or of the first answer."""
 
-    Args:
-        find: returns the entry of a URL that no listing has named.
-    """
-
-    def __init__(self, url: str, find: Callable[[str], Entry | None]) -> None:
+    def __init__(self, url: str, entry: Entry | None) -> None:
         self.path, self._lock = normalize(url), threading.Lock()
         self._client, self._key = connect(url)
-        entry = _known.get(self.path) or find(url)
         if entry is None:
             raise FileNotFoundError(ABSENT)
         if entry.is_folder:
