@@ -155,28 +155,10 @@ class Pickled(pickle._Unpickler):
         self.plain: set[int] = set()  # identities of globals whose bare instances with attributes are already recorded
 
     def load(self) -> None:
-        """Run the instructions up to STOP.
-
-        Small numbers, strings and memo instructions are three quarters of all; they are inlined to save calls.
-        """
-        put, get, get_long = pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET
-        number, text, memoize = pickle.BININT1, pickle.BINUNICODE, pickle.MEMOIZE
-        read, memo, instructions, unpack = self.read, self.memo, _INSTRUCTIONS, struct.Struct("<I").unpack
-        for code in iter(partial(read, 1), pickle.STOP):
-            if code == put:
-                memo[unpack(read(4))[0]] = self.stack[-1]
-            elif code == memoize:
-                memo[len(memo)] = self.stack[-1]
-            elif code == number:
-                self.append(read(1)[0])
-            elif code == get:
-                self.append(memo[read(1)[0]])
-            elif code == get_long:
-                self.append(memo[unpack(read(4))[0]])
-            elif code == text:
-                self.append(str(read(unpack(read(4))[0]), "utf-8", "surrogatepass"))
-            elif code in instructions:
-                instructions[code](self)
+        """Run the instructions up to STOP."""
+        for code in iter(partial(self.read, 1), pickle.STOP):
+            if code in _INSTRUCTIONS:
+                _INSTRUCTIONS[code](self)
             else:
                 self.refuse(code)
         if len(self.stack) != 1 or self.metastack:
