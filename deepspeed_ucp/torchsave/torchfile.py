@@ -9,6 +9,7 @@ for one of a big-endian machine, of a release that is too old, or with compresse
 
 from __future__ import annotations
 
+import io
 import struct
 from collections import defaultdict
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 
 from isal import isal_zlib
 
-from ..errors import CheckpointError, UnsupportedError
+from ..errors import UnsupportedError
 from ..io.interface import ReadStream
 from ..model.index import Use
 from ..model.records import Record
@@ -113,8 +114,9 @@ def _read_directory(end: bytes) -> tuple[list[str], bytes, int]:
 _BIG_ENDIAN = "saved on a big-endian machine, which is not supported. Load it with torch and save it again here."
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _FRONT = 1 << 16
-"""Bytes of a legacy file in the first read of its pickles; each further read takes four times as many."""
+"""Bytes of a legacy file that are read at once for its pickles."""
 _MOST_FRONT = 1 << 28
+"""Limit of its pickles' bytes."""
 _LONGEST_PLACE = 1000
 
 
@@ -200,24 +202,17 @@ def _read_zip(path: str, stream: ReadStream) -> tuple[Pickled, FileRecords]:
 
 
 def _read_legacy(path: str, stream: ReadStream) -> tuple[Pickled, FileRecords]:
-    size, front = stream.size, _FRONT
-    while True:
-        stream.seek(0)
-        data = stream.read(front)
-        try:
-            pickled, keys, end = _read_front(data, path)
-            break
-        except CheckpointError:
-            if front >= min(size, _MOST_FRONT):
-                raise
-            front *= 4
+    front = io.BufferedReader(FilePart(stream, 0, min(stream.size, _MOST_FRONT)), _FRONT)
+    pickled, keys = _read_front(front, path)
+    end = front.tell()
     records = {LEGACY: Record(0, end, None), **_find_storages(path, stream, pickled, keys, end)}
-    crc = isal_zlib.crc32(data[:end])
-    return pickled, FileRecords(path, size, {name: r for name, r in records.items() if r.nbytes}, crc, ROOT)
+    crc = isal_zlib.crc32(stream.read_at(end, 0))
+    return pickled, FileRecords(path, stream.size, {name: r for name, r in records.items() if r.nbytes}, crc, ROOT)
 
 
-def _read_front(data: bytes, path: str) -> tuple[Pickled, list[str], int]:
-    """Return a legacy file's object, its storages' keys in order and their first byte."""
+def _read_front(front: io.BufferedReader[Any], path: str) -> tuple[Pickled, list[str]]:
+    """Return a legacy file's object and its storages' keys in order, which end where the storages begin."""
+    data = front.peek(10)
     # DataStates begins a file with the length of a JSON object and the object (datastates/llm/checkpointing.py).
     if len(data) > 9 and 1 < struct.unpack("<Q", data[:8])[0] < _MOST_FRONT and data[8:10] in (b'{"', b"{}"):
         raise UnsupportedError(
@@ -225,20 +220,17 @@ def _read_front(data: bytes, path: str) -> tuple[Pickled, list[str], int]:
             "datastates_ckpt.",
             path=path,
         )
-    magic = read_pickle(data, path) if data[:1] == b"\x80" else None
-    if magic is None or magic.root != _LEGACY_MAGIC:
+    if data[:1] != b"\x80" or read_pickle(front, path).root != _LEGACY_MAGIC:
         raise make_damage_error(path, "neither a torch.save zip nor its legacy format; the file is damaged.")
-    protocol = read_pickle(data, path, magic.end)
-    system = read_pickle(data, path, protocol.end)
+    _protocol, system = read_pickle(front, path), read_pickle(front, path)
     if isinstance(system.root, dict) and system.root.get("little_endian") is False:
         raise UnsupportedError(_BIG_ENDIAN, path=path)
-    pickled = read_pickle(data, path, system.end)
-    keys = read_pickle(data, path, pickled.end)
+    pickled, keys = read_pickle(front, path), read_pickle(front, path)
     if not isinstance(keys.root, list) or not all(isinstance(key, str) for key in keys.root):
         raise make_damage_error(
             path, f"contains {describe(keys.root)} instead of the keys of its storages; it is damaged."
         )
-    return pickled, keys.root, keys.end
+    return pickled, keys.root
 
 
 def _find_storages(path: str, stream: ReadStream, pickled: Pickled, keys: list[str], offset: int) -> dict[str, Record]:

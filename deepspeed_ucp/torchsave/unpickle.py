@@ -72,16 +72,14 @@ _WITH_ATTRIBUTES = (
 _FRACTION = re.compile(r"-?[0-9]{1,150}(/[0-9]{1,150})?")
 
 
-def read_pickle(data: bytes, path: str, start: int = 0) -> Pickled:
-    """Read the pickle at byte ``start`` of ``data``; ``path`` is for messages.
+def read_pickle(source: bytes | io.BufferedReader[Any], path: str) -> Pickled:
+    """Read a pickle, or the next one of a stream; ``path`` is for messages.
 
     Raises:
         CheckpointError: the pickle is damaged, truncated or malicious.
         UnsupportedError: it has instructions that Python 3 and ``torch.save`` do not write.
     """
-    stream = io.BytesIO(data)
-    stream.seek(start)
-    pickled = Pickled(stream, path)
+    pickled = Pickled(io.BytesIO(source) if isinstance(source, bytes) else source, path)
     try:
         with pause_collection():
             pickled.load()
@@ -126,20 +124,18 @@ class Pickled(pickle._Unpickler):
     Attributes:
         root: the pickled object, after :meth:`load`.
         proto: declared protocol, or 0.
-        end: byte position behind the pickle.
         tensors: its tensors in the order in which they are made.
     """
 
-    def __init__(self, stream: io.BytesIO, path: str) -> None:
+    def __init__(self, stream: io.BytesIO | io.BufferedReader[Any], path: str) -> None:
         super().__init__(stream)
-        self.path, self.stream = path, stream
-        self.read, self.readline = stream.read, stream.readline
+        self.path, self.read, self.readline = path, stream.read, stream.readline
         self.stack: list[Any] = []
         self.metastack: list[list[Any]] = []  # the stacks below each mark
         self.append = self.stack.append
         self.memo: dict[int, Any] = {}
         self.root: Any = None
-        self.proto = self.end = 0
+        self.proto = 0
         self.tensors: list[TensorRef] = []
         self.storages: dict[str, StorageRef] = {}
         self.globals: list[Global] = []
@@ -163,7 +159,7 @@ class Pickled(pickle._Unpickler):
                 self.refuse(code)
         if len(self.stack) != 1 or self.metastack:
             raise ValueError(f"{len(self.stack)} objects left on its stack")
-        self.root, self.end = self.stack.pop(), self.stream.tell()
+        self.root = self.stack.pop()
 
     def refuse(self, code: bytes) -> None:
         """Raise the error for an instruction that is not in :data:`_INSTRUCTIONS`."""

@@ -241,7 +241,6 @@ def test_pickles_of_every_protocol_are_rewritten(case, protocol):
     old = pickle.dumps(value, protocol)
     found = read_pickle(old, "x.pt")
     assert found.proto == (protocol if protocol > 1 else 0)
-    assert found.end == len(old)
     assert_same(pickle.loads(old), pickle.loads(write_pickle(found.root, max(protocol, 2))))
 
 

@@ -160,25 +160,6 @@ def test_repeated_ends_of_several_ranks_are_ignored(
             read_header(str(path))
 
 
-@pytest.mark.parametrize("front", [1, 100, 1 << 16])
-def test_a_legacy_file_is_read_in_growing_steps(front: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    value = {f"{number}": torch.full((3,), float(number)) for number in range(50)}
-    torch.save(value, tmp_path / "file.pt", _use_new_zipfile_serialization=False)
-    monkeypatch.setattr(torchfile, "_FRONT", front)
-    sizes = []
-    read_front = torchfile._read_front
-    monkeypatch.setattr(torchfile, "_read_front", lambda data, path: sizes.append(len(data)) or read_front(data, path))
-    header = read_header(str(tmp_path / "file.pt"))
-    assert [*header.tree] == [*value] and len(header.storages) == 50
-    size = (tmp_path / "file.pt").stat().st_size
-    steps = (min(front * 4**number, size) for number in range(len(sizes)))
-    assert sizes == [*steps] and sizes[-1] < 4 * size
-    (tmp_path / "file.pt").write_bytes((tmp_path / "file.pt").read_bytes()[:1000])
-    with pytest.raises(CheckpointError):
-        read_header(str(tmp_path / "file.pt"))
-    assert sizes.count(1000) == 1
-
-
 def test_datastates_files_are_refused(tmp_path: Path) -> None:
     """Their format: the length of a JSON header, the header, tensors, a pickle (datastates/llm/checkpointing.py)."""
     lean = pickle.dumps({"module": {"w": "TENSOR|module|w"}})
