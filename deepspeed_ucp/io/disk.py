@@ -12,13 +12,13 @@ import mmap
 import os
 import secrets
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 from ..errors import DiskFullError
 from .direct import cut_blocks, open_past, write_past
 from .memory import drop_front, take_front
 from .paths import load_libc
+from .threads import map_threads
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _SYNC_THREADS = 16
@@ -224,9 +224,8 @@ def sync_tree(folder: str) -> None:
         files = [os.path.join(parent, name) for parent, _, names in tree for name in names]
         if len(files) > _FEW and _sync_filesystem(folder):
             return
-        with ThreadPoolExecutor(_SYNC_THREADS, thread_name_prefix="ucp-sync") as pool:
-            list(pool.map(sync_file, files))
-            list(pool.map(sync_folder, [parent for parent, _, _ in tree]))
+        map_threads(sync_file, files, _SYNC_THREADS)
+        map_threads(sync_folder, (parent for parent, _, _ in tree), _SYNC_THREADS)
 
 
 def _sync_filesystem(folder: str) -> bool:

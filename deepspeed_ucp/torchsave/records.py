@@ -70,8 +70,7 @@ def open_file(path: str) -> Iterator[ReadStream]:
 
 def starts_zip(stream: ReadStream) -> bool:
     """Return True if an open file has the zip format, False for the legacy format."""
-    stream.seek(0)
-    return stream.read(2) == LOCAL_MAGIC[:2]
+    return stream.read_at(2, 0) == LOCAL_MAGIC[:2]
 
 
 def list_zip(path: str, stream: ReadStream) -> FileRecords:
@@ -108,8 +107,7 @@ def _open_zip(path: str, stream: ReadStream) -> tuple[FilePart, zipfile.ZipFile]
 
 
 def _sum_directory(front: FilePart, archive: zipfile.ZipFile) -> int:
-    front.seek(archive.start_dir)
-    return isal_zlib.crc32(front.read())
+    return isal_zlib.crc32(front.read_at(front.size, archive.start_dir))
 
 
 def sum_directory(path: str) -> int | None:
@@ -230,8 +228,7 @@ def _check_names(path: str, names: list[str]) -> None:
 def read_record(stream: ReadStream, listed: FileRecords, name: str) -> bytes:
     """Read a small record; CheckpointError if its bytes do not match their checksum."""
     record = listed.records[name]
-    stream.seek(record.offset)
-    data = stream.read(record.nbytes)
+    data = stream.read_at(record.nbytes, record.offset)
     check_crc(listed.path, name, record, isal_zlib.crc32(data))
     return data
 

@@ -238,8 +238,7 @@ def _find_storages(path: str, stream: ReadStream, pickled: Pickled, keys: list[s
     size, records = stream.size, dict[str, Record]()
     for key in keys:
         ref = pickled.storages.get(key)
-        stream.seek(offset)
-        head = stream.read(8)  # number of elements
+        head = stream.read_at(8, offset)  # number of elements
         if ref is None or len(head) < 8:
             text = "no tensor refers to" if ref is None else f"it ends at byte {size} before"
             raise make_damage_error(path, f"{text} storage {describe(key)}; the file is truncated or damaged.")
