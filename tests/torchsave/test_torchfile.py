@@ -193,16 +193,8 @@ def written() -> tuple[bytes, Parts]:
     return data, parts
 
 
-def to_plain(tree: Any) -> Any:
-    if isinstance(tree, list):
-        return [to_plain(part) for part in tree]
-    if not isinstance(tree, TensorRef):
-        return tree
-    return tree.storage.key, tree.offset, tree.shape, tree.stride, tree.dtype, tree.data
-
-
-def read(path: Path, parts: Sequence[tuple[int, int]]) -> list[Any]:
-    return [(to_plain(header.tree), header.storages) for header in torchfile.read_parts(str(path), parts)]
+def read(path: Path, parts: Sequence[tuple[int, int]]) -> list[torchfile.Header]:
+    return torchfile.read_parts(str(path), parts)
 
 
 def test_each_form_is_parsed_once(
@@ -214,7 +206,7 @@ def test_each_form_is_parsed_once(
     opened = []
     list_zip = torchfile.list_zip
     monkeypatch.setattr(torchfile, "list_zip", lambda *args: opened.append(1) or list_zip(*args))
-    assert read(tmp_path / "it", parts) == alone
+    assert repr(read(tmp_path / "it", parts)) == repr(alone)
     kinds = len(parts) // 3
     assert len(opened) == kinds + 2 * 3  # numbers, pairs of tensors and empty tensors are not cached
 
@@ -238,10 +230,9 @@ def test_damage_is_detected_with_the_cache_of_forms(written: tuple[bytes, Parts]
             alone = [read(tmp_path / "it", [part])[0] for part in (first, second)]
         except UcpError:
             refused += 1
-            _, storages = found[1] if found else (None, {"": None})
-            assert all(record is None or at >= record.offset + record.nbytes for record in storages.values())
+            assert not found or all(at >= each.offset + each.nbytes for each in found[1].storages.values())
         else:
-            assert found == alone
+            assert repr(found) == repr(alone)
     assert refused > 50
 
 
@@ -258,4 +249,4 @@ def test_a_form_whose_pickle_lies_behind_its_tensor_is_not_reused(tmp_path: Path
         data += moved.getvalue()
     (tmp_path / "it").write_bytes(data)
     assert parts[0][1] == parts[1][1]
-    assert [tree[2] for tree, _ in read(tmp_path / "it", parts)] == [(3, 4), (4, 3)]
+    assert [header.tree.shape for header in read(tmp_path / "it", parts)] == [(3, 4), (4, 3)]
