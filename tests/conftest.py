@@ -23,7 +23,7 @@ APART = (
     "tests/examples/",
     "tests/trainers/",
     "tests/synth/test_against_deepspeed.py",
-    *(f"tests/engine/test_engine_{name}.py" for name in ("launch", "nvme", "saves", "saves_pairs", "testing")),
+    *(f"tests/engine/test_engine_{name}.py" for name in ("carry", "launch", "nvme", "saves", "testing")),
     "tests/saves/test_processes.py",
     "tests/test_comm.py",
     "tests/test_meeting.py",

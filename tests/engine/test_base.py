@@ -1,4 +1,4 @@
-"""The base class of all targets; features of live engines that are refused in any topology, with fake engines."""
+"""Targets, refused features, state dicts, and unchanged topologies that DeepSpeed loads, with fake engines."""
 
 from __future__ import annotations
 
@@ -10,26 +10,23 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
+from pydantic import BaseModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_ucp import rng
 from deepspeed_ucp.engine import engines
-from deepspeed_ucp.engine.base import flatten
 from deepspeed_ucp.engine.coverage import UnknownLayoutError, check_engine, list_pending, list_unsaved
 from deepspeed_ucp.engine.engines import OffloadOnlyTarget, Zero12Target, open_target
+from deepspeed_ucp.engine.known import KNOWN, list_unknown
 from deepspeed_ucp.errors import UnsupportedError
+from deepspeed_ucp.extensions.experts.engine import LiveExperts, LocalExperts
 from deepspeed_ucp.extensions.nvme import Nvme
+from deepspeed_ucp.extensions.registry import REGISTRY
+from deepspeed_ucp.extensions.statedict import ModuleStateDict
+from deepspeed_ucp.model.wrappers import WRAPPERS
 from tests.support.curriculum import make_sampler
 from tests.support.reshard import FakeTarget
 from tests.synth import Model, Param, Topology
-
-
-def test_a_contiguous_tensor_becomes_a_view_of_one_dimension() -> None:
-    tensor = torch.zeros(2, 3, requires_grad=True)
-    flat = flatten(tensor)
-    flat[4] = 1
-    assert tensor[1, 1] == 1
-    assert flatten(torch.zeros(3, 2).t()).shape == (2, 3)
 
 
 def test_prefetched_partitions_are_released() -> None:
@@ -98,14 +95,6 @@ def test_the_partitioning_degree_of_zero_3_for_inference(monkeypatch: pytest.Mon
 # --- features that are refused
 
 
-class SuperOffloadOptimizer_Stage3:
-    """DeepSpeed's wrapper by name."""
-
-
-class ZenFlowZeroOptimizerParallel:
-    """DeepSpeed's wrapper by name."""
-
-
 def make_engine(optimizer: Any = None, *, zero: dict[str, Any] | None = None, **more: Any) -> Any:
     sections = {"offload_optimizer": None, "offload_param": None, **(zero or {})}
     config = SimpleNamespace(zero_config=SimpleNamespace(**sections))
@@ -121,29 +110,27 @@ def make_sharded_lora() -> torch.nn.Module:
 
 OFFLOADED = SimpleNamespace(offloaded_states=[SimpleNamespace(value="hp_params")])
 PARTIAL = SimpleNamespace(backup_optimizer=object(), subgroup_to_device={0: "cuda", 1: "cpu"})
+SUPER, ONE_BIT = (type(name, (), {})() for name in ("SuperOffloadOptimizer_Stage3", "OnebitAdam"))
+OFF = '"universal": false'
 
 
 @pytest.mark.parametrize(
     ("engine", "words"),
     [
-        pytest.param(make_engine(ZenFlowZeroOptimizerParallel(), zenflow=True), ("ZenFlow",), id="zenflow"),
-        pytest.param(make_engine(SuperOffloadOptimizer_Stage3()), ("SuperOffload", "another process"), id="super"),
-        pytest.param(make_engine(OFFLOADED), ("offload_states", "(hp_params)", "reload_states()"), id="offloaded"),
-        pytest.param(make_engine(PARTIAL), ("offload_optimizer.ratio", "(0)", "ratio 1"), id="partial offload"),
-        pytest.param(make_engine(module=make_sharded_lora()), ("base_weight_sharding", "(1)"), id="lora"),
+        pytest.param(make_engine(zenflow=True), ("ZenFlow", OFF), id="zenflow"),
+        pytest.param(make_engine(SUPER), ("SuperOffload", "another process", OFF), id="super"),
+        pytest.param(make_engine(OFFLOADED), ("offload_states", "(hp_params)", "reload_states()", OFF), id="offloaded"),
+        pytest.param(make_engine(PARTIAL), ("offload_optimizer.ratio", "(0)", "ratio 1", OFF), id="partial offload"),
+        pytest.param(make_engine(module=make_sharded_lora()), ("base_weight_sharding", "(1)", OFF), id="lora"),
+        pytest.param(make_engine(SimpleNamespace()), (), id="unknown layout"),
     ],
 )
 def test_state_that_no_load_restores_is_refused(engine: Any, words: tuple[str, ...]) -> None:
     with pytest.raises(UnsupportedError) as caught:
         open_target(engine)
-    assert not isinstance(caught.value, UnknownLayoutError)
-    for word in (*words, '"universal": false'):
+    assert isinstance(caught.value, UnknownLayoutError) == (not words)
+    for word in words:
         assert word in str(caught.value)
-
-
-def test_an_engine_of_an_unknown_layout_is_refused() -> None:
-    with pytest.raises(UnknownLayoutError):
-        open_target(make_engine(SimpleNamespace()))
 
 
 def test_supported_engines_are_not_refused() -> None:
@@ -153,9 +140,6 @@ def test_supported_engines_are_not_refused() -> None:
     for device in ("cpu", "nvme"):
         place = SimpleNamespace(device=SimpleNamespace(value=device))
         check_engine(make_engine(muon, zero={"offload_optimizer": place, "offload_param": place}, zenflow=False))
-
-
-ONE_BIT = type("OnebitAdam", (), {})()
 
 
 @pytest.mark.parametrize(
@@ -194,3 +178,159 @@ def test_secondary_copies_of_frozen_parameters_are_dropped() -> None:
         param.ds_secondary_tensor = torch.ones(2)
     target.drop_secondary_copies()
     assert all(param.ds_secondary_tensor is None for param in target.params.values())
+
+
+# --- keys of tensors in a module's custom state dict
+
+
+class Renaming(torch.nn.Module):
+    """A module whose state dict omits a layer's name and adds a computed tensor."""
+
+    def __init__(self, *, detached: bool) -> None:
+        super().__init__()
+        self.inner, self.twin = torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 3)
+        self.twin.bias = self.inner.bias
+        self.scale, self.kept, self.detached = 2.0, torch.ones(2), detached
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        found = self.inner.state_dict(keep_vars=not self.detached)
+        found.update(self.twin.state_dict(prefix="twin.", keep_vars=not self.detached))
+        return {**found, "made": torch.tensor([self.scale]), "kept": self.kept, "_extra_state": torch.ones(1)}
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_keys_of_a_state_dict_are_matched_by_their_tensors(detached: bool) -> None:
+    found = ModuleStateDict()
+    keys = found.ask(Renaming(detached=detached))
+    names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+    assert keys == {name: f"inner.{name}" for name in names}
+    assert (set(found.others), found.made) == ({"made", "kept"}, {"made"})
+
+
+def test_the_state_dict_of_a_plain_module_is_not_computed() -> None:
+    (gate,) = (row.in_engine for row in REGISTRY if row.name == "state_dict")
+    hooked = torch.nn.Linear(3, 3)
+    hooked.register_state_dict_post_hook(lambda *_: None)
+    for module, is_custom in ((torch.nn.Linear(3, 3), False), (Renaming(detached=False), True), (hooked, True)):
+        assert gate(SimpleNamespace(module=torch.nn.Sequential(module))) is is_custom
+
+
+def test_computed_tensors_that_differ_from_loaded_ones_are_found() -> None:
+    target: Any = SimpleNamespace(engine=SimpleNamespace(module=Renaming(detached=False)))
+    before = ModuleStateDict()
+    assert before.describe_differences(target) == ""
+    before.others["made"].fill_(3.0)
+    before.others["kept"].fill_(3.0)
+    assert before.describe_differences(target).startswith("made: ")
+
+
+# --- DeepSpeed loads an unchanged topology only in configurations that are known to be restored
+
+
+class Zero(BaseModel):
+    """Fields of ``zero_optimization``: a harmless one, two that change saves or loads, and one of a future release."""
+
+    reduce_bucket_size: int = 1
+    compute_grad_norm: bool = True
+    elastic_checkpoint: bool = False
+    other_layout: int = 0
+
+
+class TorchCheckpointEngine:
+    """A reader that loads ZeRO's files."""
+
+
+class FastCheckpointEngine:
+    """A reader that refuses ZeRO's files."""
+
+
+def make(row: tuple[str, int] = ("zero12", 1), **differs: Any) -> Any:
+    wrapper, stage = row
+    topology = {"wrapper": wrapper, "zero_stage": stage, "precision": "float32", "tp": 1, "pp": 1}
+    topology |= {"offload": "none/none", **differs.pop("topology", {})}
+    engine: dict[str, Any] = {"checkpoint_engine": TorchCheckpointEngine(), "use_node_local_storage": lambda: False}
+    engine |= {"_config": SimpleNamespace(zero_config=differs.pop("zero", Zero())), **differs.pop("engine", {})}
+    shares = differs.pop("experts", {})
+    plain: dict[str, Any] = {
+        "extensions": [LiveExperts()] if shares else [],
+        "shares": shares,
+        "params": {"a": 0},
+        "owned": {"a"},
+        "flats": [SimpleNamespace(dtype="float32")],
+        "unfiled": list,
+        "traits": WRAPPERS["zero12"],
+    }
+    return SimpleNamespace(
+        topology=SimpleNamespace(**topology),
+        engine=SimpleNamespace(**engine),
+        parallel=SimpleNamespace(tp=topology["tp"]),
+        **plain | differs,
+    )
+
+
+def hold(degree: int, unsharded: bool = False) -> LocalExperts:
+    return LocalExperts(degree, None, unsharded, True, ())
+
+
+UNKNOWN: dict[str, tuple[Any, str]] = {
+    "wrapper": (make(("zero9", 9)), "zero9 at ZeRO stage 9"),
+    "stage": (make(("bf16", 0)), "bf16 at ZeRO stage 0"),
+    "masters in 16 bit": (make(flats=[SimpleNamespace(dtype="bfloat16")]), "masters in 16 bit"),
+    "reader": (make(engine={"checkpoint_engine": FastCheckpointEngine()}), "a FastCheckpointEngine"),
+    "nvme": (make(("zero3", 3), topology={"offload": "nvme/none"}), "offload nvme/none"),
+    "elastic": (make(zero=Zero(elastic_checkpoint=True)), "zero_optimization.elastic_checkpoint"),
+    "no norm": (make(zero=Zero(compute_grad_norm=False)), "zero_optimization.compute_grad_norm"),
+    "release to come": (make(zero=Zero(other_layout=2)), "zero_optimization.other_layout"),
+    "tensor parallelism at ZeRO 3": (make(("zero3", 3), topology={"tp": 2}), "tensor parallelism"),
+    "degrees": (make(experts={"x": hold(2), "y": hold(4)}), "experts of other ranks or degrees"),
+    "folded": (make(topology={"tp": 4}, experts={"x": hold(2, True)}), "experts of other ranks or degrees"),
+    "frozen experts": (
+        make(("zero12", 2), params={"a": 0, "moe.experts.w1.3": 0}, experts={"moe.experts.": hold(2)}),
+        "frozen experts",
+    ),
+    "layer files": (
+        make(("torch", 0), unfiled=lambda: ["tied.w"], traits=WRAPPERS["torch"]),
+        "tied.w (in no layer file)",
+    ),
+    "node files": (
+        make(experts={"x": hold(2)}, engine={"use_node_local_storage": lambda: True}),
+        "node-local files",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_options_with_unknown_effect_are_listed(case: str) -> None:
+    target, text = UNKNOWN[case]
+    assert list_unknown(target) == [text]
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        *(make(row, topology={"precision": "bfloat16"}, zero=Zero(reduce_bucket_size=5)) for row in KNOWN),
+        make(params={"a": 0, "b": 0}, experts={"x": hold(2)}, topology={"tp": 2, "pp": 2}),
+        make(("zero3", 3), topology={"offload": "cpu/cpu"}),
+    ],
+    ids=lambda target: f"{target.topology.wrapper}-{target.topology.zero_stage}",
+)
+def test_known_options_are_not_listed(target: Any) -> None:
+    assert list_unknown(target) == []
+
+
+@pytest.mark.parametrize(
+    ("helpers", "scheduler", "scaler", "unknown"),
+    [
+        ((), None, {}, []),
+        (("lr_scheduler",), object(), {"dynamic": True}, []),
+        (("lr_scheduler",), None, {"dynamic": False, "cur_scale": 8.0}, ["lr_scheduler on", "another loss scale"]),
+        (("random_ltd",), object(), {}, ["lr_scheduler on", "random_ltd on"]),
+        (None, object(), {}, []),
+    ],
+)
+def test_state_of_one_side_is_listed(helpers: Any, scheduler: Any, scaler: dict[str, Any], unknown: list[str]) -> None:
+    engine = {"lr_scheduler": scheduler, "random_ltd_enabled": lambda: False}
+    wrapped = SimpleNamespace(loss_scaler=SimpleNamespace(dynamic=True, cur_scale=512.0))
+    index: Any = SimpleNamespace(helpers=helpers, scaler=scaler, unnoticed=())
+    found = list_unknown(make(engine=engine, wrapped=wrapped), index)
+    assert len(found) == len(unknown) and all(map(str.startswith, found, unknown))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -21,7 +22,7 @@ from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.testing.capture import CapturedEngine
 from tests.support import fsdp_run
 from tests.support.covering import few, params, turns
-from tests.support.engines.cases import Case, NetCase
+from tests.support.engines.cases import Built, Case, NetCase
 from tests.support.engines.driver import Engines
 from tests.support.engines.ranks import Load
 from tests.support.engines.reading import States
@@ -31,7 +32,6 @@ from tests.support.foreign import write_dcp
 pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="DeepSpeed before 0.19 has no AutoEP")
 
 from tests.support.engines import foreign as engine_foreign
-from tests.support.engines.autoep import PIPELINE
 from tests.support.engines.driver import Outcome
 from tests.support.engines.foreign import MATRICES, STEPS, VECTORS, Target
 from tests.support.engines.kinds import ON_CPU
@@ -79,31 +79,33 @@ class Saved:
     losses: list[float]
 
 
-class Sources(dict[str, Saved]):
-    """Checkpoints by format, written at the first access."""
+@pytest.fixture(scope="module")
+def sources(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
+    """Return a function that returns the checkpoint of a format, written at the first call."""
+    root = tmp_path_factory.mktemp("foreign")
 
-    def __init__(self, worlds: WorldPool, root: Path) -> None:
-        super().__init__()
-        self.worlds, self.root = worlds, root
-
-    def __missing__(self, name: str) -> Saved:
-        folder = self.root / name
+    @cache
+    def write(name: str) -> Saved:
+        folder, losses = root / name, list[float]()
         if name in FSDP:
             ranks, options = FSDP[name]
-            losses = self.worlds.get(ranks).run(engine_foreign.save, str(folder), **options)[0]
-            states = engine_foreign.take_apart(*(read_folders if options.get("apart") else read_nested)(folder))
+            losses = ucp_worlds.get(ranks).run(engine_foreign.save, str(folder), **options)[0]
+            states = engine_foreign.take_apart(*read(folder))
         else:
-            weights, trained = read_nested(self["fsdp2"].folder)
+            weights, trained = read(write("fsdp2").folder)
             weights |= {key: weights[key.replace(".back.", ".mix.")] for key in weights if ".back." in key}
             folder.mkdir()
-            losses, read = [], WRITERS[name](folder, weights)
-            states = engine_foreign.take_apart(read, {name: {} for name in trained})
-        self[name] = Saved(folder, states, losses)
-        return self[name]
+            states = engine_foreign.take_apart(WRITERS[name](folder, weights), {name: {} for name in trained})
+        return Saved(folder, states, losses)
+
+    return write
 
 
-def read_nested(folder: Path) -> Tree:
-    """Read like torch; keys of flattened states contain parameters' names."""
+def read(folder: Path) -> Tree:
+    """Read like torch, from one folder or Accelerate's two; keys of flattened states contain parameters' names."""
+    if (folder / "optimizer_0").exists():
+        model, optimizer = (read_all(folder / name) for name in ("pytorch_model_fsdp_0", "optimizer_0"))
+        return model["model"], optimizer["optimizer"]["state"]
     tree = read_all(folder)
     weights, states = tree["model"], tree["optim"].get("state")
     if states is None:
@@ -112,11 +114,6 @@ def read_nested(folder: Path) -> Tree:
             begin = f"state.{name}."
             held.update({key[len(begin) :]: each for key, each in tree["optim"].items() if key.startswith(begin)})
     return weights, states
-
-
-def read_folders(folder: Path) -> Tree:
-    model, optimizer = read_all(folder / "pytorch_model_fsdp_0"), read_all(folder / "optimizer_0")
-    return model["model"], optimizer["optimizer"]["state"]
 
 
 def write_safetensors(folder: Path, weights: dict[str, Any]) -> dict[str, Any]:
@@ -134,11 +131,6 @@ def write_bin(folder: Path, weights: dict[str, Any]) -> dict[str, Any]:
 WRITERS = {"safetensors": write_safetensors, "bin": write_bin}
 
 
-@pytest.fixture(scope="module")
-def saved(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> Sources:
-    return Sources(ucp_worlds, tmp_path_factory.mktemp("foreign"))
-
-
 # --- into engines
 
 
@@ -150,15 +142,18 @@ CHOSEN = [row for row in TURNS if row[0] not in REST]
 EVERY = [*TURNS, *((target, SOURCES) for target in TARGETS)]
 
 
-@pytest.mark.parametrize(("target", "sources"), params(CHOSEN, EVERY, lambda row: f"{row[0]}-from-{'-'.join(row[1])}"))
+@pytest.mark.parametrize(("target", "names"), params(CHOSEN, EVERY, lambda row: f"{row[0]}-from-{'-'.join(row[1])}"))
 def test_engines_restore_the_values_that_the_other_library_reads(
-    target: Target, sources: tuple[str, ...], saved: Sources, engines: Engines, subtests: pytest.Subtests
+    target: Target,
+    names: tuple[str, ...],
+    sources: Callable[[str], Saved],
+    engines: Engines,
+    subtests: pytest.Subtests,
 ) -> None:
-    kind = target.on(patterns={"rename": PIPELINE}) if target.pp > 1 else target
-    outcomes = engines.load(kind, *(Load(str(saved[source].folder), steps=2) for source in sources))
-    for place, (source, outcome) in enumerate(zip(sources, outcomes, strict=True)):
-        with subtests.test(source=source):
-            check(source, saved[source], outcome, 2 * bool(place))
+    outcomes = engines.load(target, *(Load(str(sources(name).folder), steps=2) for name in names))
+    for place, (name, outcome) in enumerate(zip(names, outcomes, strict=True)):
+        with subtests.test(source=name):
+            check(name, sources(name), outcome, 2 * bool(place))
 
 
 def check(source: str, saved: Saved, outcome: Outcome, before: int) -> None:
@@ -210,25 +205,16 @@ def check_states(found: States, saved: States, target: Target) -> set[tuple[str,
 STAGES = (0, 1, 2, 3)
 
 
-@dataclass(frozen=True)
-class Adapted(Case):
+class Adapted(Built):
     """An engine of a zeroed model with an adapter of PEFT."""
 
-    def make(self, seed: int) -> Any:
+    def build(self) -> Any:
         from tests.support.adapters import LORAS, make_peft
 
         model = make_peft(**LORAS["saved"])
-        trained = [param for param in model.parameters() if param.requires_grad]
         for param in model.parameters():
             param.data.zero_()
-        config = self.make_config(optimizer={"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}})
-        return deepspeed.initialize(model=model, model_parameters=trained, config=config)[0]
-
-
-def save_sharded(folder: str) -> None:
-    model, optimizer = fsdp_run.build_sharded()
-    fsdp_run.train(model, optimizer, range(3))
-    fsdp_run.save_sharded(folder, model, optimizer)
+        return model
 
 
 def load(engines: Engines, kind: Case, folder: Path) -> tuple[CapturedEngine, str]:
@@ -336,21 +322,6 @@ def test_a_run_moves_from_deepspeed_to_fsdp2_and_back(tmp_path: Path, engines: E
             assert found.scalars == held.scalars
             assert {key: found.hyper[key] for key in held.hyper} == held.hyper
         assert back.counters["global_steps"] == 3
-
-
-def test_a_run_moves_from_fsdp2_to_deepspeed_and_back(tmp_path: Path, engines: Engines, ucp_worlds: WorldPool) -> None:
-    """Two ranks of FSDP2 save, three ranks of ZeRO-3 continue, and one rank restores all states."""
-    saved, there, out, back = (str(tmp_path / name) for name in ("saved", "there", "out", "back"))
-    ucp_worlds.get(2).run(save_sharded, saved)
-    engines.load(NetCase(3, 3), Load(saved, again=there))
-    assert main(["export", there, out, "--to", "dcp"]) == 0
-    ucp_worlds.get(1).run(fsdp_run.copy, out, back)
-    first, last = read_all(Path(saved)), read_all(Path(back))
-    check_same(last["model"], first["model"])
-    assert last["optim"]["param_groups"] == first["optim"]["param_groups"]
-    assert last["optim"]["state"].keys() == first["optim"]["state"].keys()
-    for name, held in first["optim"]["state"].items():
-        check_same(last["optim"]["state"][name], held)
 
 
 @pytest.mark.parametrize("overflows", [(), (3,), (0, 1, 6)])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +18,26 @@ from deepspeed_ucp.export.tensors import ExportOptions
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.formats.latest import find_checkpoint
-from tests.support.conversion import convert_checkpoint
-from tests.support.covering import is_exhaustive, params
-from tests.support.engines.driver import Engines, Outcome, Row, Saved, Source
+from tests.support.covering import few
+from tests.support.engines.driver import (
+    UPSTREAM,
+    Engines,
+    Outcome,
+    Row,
+    Saved,
+    Source,
+    convert,
+    convert_upstream,
+    refuse,
+)
 from tests.support.engines.ranks import Load
-from tests.support.upstream import to_universal
 
 pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="DeepSpeed before 0.19 has no AutoEP")
 
 from tests.support.engines.autoep import Spread
 
-
-def auto(stage: int, world: int, **more: Any) -> Spread:
-    return Spread(stage, world, ep=2, biased=False, **more)
-
-
-def fused(stage: int, world: int, **more: Any) -> Spread:
-    return Spread(stage, world, kind="fused", **more)
-
-
-def native(stage: int, world: int, ep: int = 2) -> Spread:
-    return Spread(stage, world, ep=ep, kind="native")
-
+auto = partial(Spread, ep=2, biased=False)
+fused, native = partial(Spread, kind="fused"), partial(Spread, ep=2, kind="native")
 
 EXPERT = r"(?P<x>.*)\.deepspeed_moe\.experts\.deepspeed_experts\.(?P<e>\d+)\.(?P<w>w[123])\.weight"
 NAMES = {
@@ -68,6 +68,40 @@ ROWS += [
     Row(native(2, 2).on(**RENAMED), SOURCES[2:]),
 ]
 
+# --- upstream's universal form
+
+AUTOEP = [
+    Spread(1, 4, "bf16", 2),
+    Spread(2, 4, "bf16", 2, data_first=True),
+    Spread(2, 4, ep=4),
+    Spread(3, 2),
+    Spread(3, 4, "bf16", 2),
+    Spread(3, 2, zero={"sub_group_size": 100}),
+]
+
+
+def list_universal() -> Iterator[Row]:
+    """Yield rows of both loaders from our conversions and upstream's."""
+    sources, two, three = few(AUTOEP, 2), Spread(1, 2, ep=2), Spread(3, 2, "bf16", 2)
+    ours = partial(Row, name="universal", compared={"direct": True})
+    theirs = partial(Row, name="upstream", compared={"direct": False, "buffers": False})
+    yield ours(two, [Source(each, change=convert) for each in sources])
+    yield ours(three, [Source(each, change=convert_upstream) for each in sources])
+    # Upstream loads our files without buffers, and not between ZeRO 3 and other stages.
+    for target in (Spread(2, 2, ep=2), Spread(3, 4, "bf16", 2), Spread(1, 4, "bf16", 4)):
+        chosen = [Source(each, change=convert) for each in sources if (each.stage == 3) == (target.stage == 3)]
+        yield theirs(target.but(config=UPSTREAM), chosen, exhaustive=target.stage != 2)
+    # Upstream's converter supports neither experts at stage 0 nor under tensor parallelism.
+    stage0 = Source(Spread(0, 4, ep=4, tp=2), change=partial(convert, groups="module"))
+    yield Row(Spread(3, 2, ep=2), [stage0, *few([Source(Spread(3, 4, "bf16", 2, tp=2), change=convert)], 0)], "folded")
+    # Upstream would load the native local expert 0 on every rank, and refuses our files, except at degree 1.
+    check = refuse("AssertionError: Expert param dim 0", changed=True)
+    yield theirs(native(1, 2).but(config=UPSTREAM), [Source(native(1, 2), change=convert, check=check)])
+    yield theirs(native(1, 2, ep=1).but(config=UPSTREAM), [Source(native(1, 2), change=convert)])
+
+
+ROWS += list_universal()
+
 
 @pytest.mark.parametrize("row", [row.param for row in ROWS])
 def test_experts_load_in_another_form(row: Row, engines: Engines, subtests: pytest.Subtests) -> None:
@@ -87,101 +121,26 @@ def test_a_load_of_experts_in_another_form_and_a_save_have_no_difference(
         assert main(["diff", *paths, *options]) == 0, capsys.readouterr().out
 
 
-# --- upstream's universal form
-
-UNIVERSAL = {"checkpoint": {"universal": False, "load_universal": True}}
-AUTOEP = [Spread(1, 4, "bf16", 2), Spread(3, 2)]
-if is_exhaustive():
-    AUTOEP += [
-        Spread(2, 4, "bf16", 2, data_first=True),
-        Spread(2, 4, ep=4),
-        Spread(3, 4, "bf16", 2),
-        Spread(3, 2, zero={"sub_group_size": 100}),
-    ]
-Converted = list[tuple[Path, Saved]]
-
-
-@pytest.fixture(scope="module")
-def autoep(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Converted:
-    """Convert each source with our converter and upstream's. Return the folders and the saved runs."""
-    found = []
-    for spread in AUTOEP:
-        folder, saved = tmp_path_factory.mktemp("autoep"), engines.saved(spread)
-        (folder / "ours").mkdir()
-        convert_checkpoint(find_checkpoint(str(saved.folder)), str(folder / "ours" / "step_universal"))
-        to_universal(Path(find_checkpoint(str(saved.folder))), folder / "theirs" / "step_universal")
-        (folder / "theirs" / "latest_universal").write_text("step_universal")
-        found.append((folder, saved))
-    return found
-
-
-def test_converted_files_of_experts_equal_upstreams(autoep: Converted, capsys: pytest.CaptureFixture[str]) -> None:
+def test_converted_files_of_experts_equal_upstreams(engines: Engines, capsys: pytest.CaptureFixture[str]) -> None:
     """Keys and values are equal, including the moments of every expert. The commands read both."""
-    for folder, saved in autoep:
-        theirs = sorted((folder / "theirs").rglob("zero/*experts*/*.pt"))
-        assert len(theirs) == 2 * 3 * 4 - (saved.kind.stage == 3) * 6  # of ZeRO 3 the step is elsewhere
+    for spread in few(AUTOEP, 2):
+        tag = find_checkpoint(str(engines.saved(spread).folder))
+        folders = [engines.saved(Source(spread, change=each)).folder for each in (convert, convert_upstream)]
+        theirs = sorted(folders[1].rglob("zero/*experts*/*.pt"))
+        assert len(theirs) == 2 * 3 * 4 - (spread.stage == 3) * 6  # of ZeRO 3 the step is elsewhere
         for path in theirs:
-            have = torch.load(folder / "ours" / path.relative_to(folder / "theirs"), weights_only=False)
+            have = torch.load(folders[0] / path.relative_to(folders[1]), weights_only=False)
             want = torch.load(path, weights_only=False)
             if isinstance(want, dict):
                 assert torch.equal(have.pop("param"), want.pop("param")), path
             assert have == want, path
-        for by in ("ours", "theirs"):
-            universal = str(folder / by / "step_universal")
-            assert (
-                main(["diff", find_checkpoint(str(saved.folder)), universal, "--states", "fp32,exp_avg,exp_avg_sq"])
-                == 0
-            ), by
-            assert main(["verify", universal]) == 0, (folder, by)
+        for folder in folders:
+            universal = str(folder / "step_universal")
+            assert main(["diff", tag, universal, "--states", "fp32,exp_avg,exp_avg_sq"]) == 0
+            assert main(["verify", universal]) == 0
             capsys.readouterr()
             assert main(["inspect", universal, "--param", "model.layers.0.mlp.experts.w1.3"]) == 0
             assert "5, 6" in capsys.readouterr().out.replace("×", ",").replace(" x ", ", ")
-
-
-BY_US = [(Spread(1, 2, ep=2), "ours", True), (Spread(3, 2, "bf16", 2), "theirs", True)]
-UPSTREAM = [(each, "ours", False) for each in (Spread(2, 2, ep=2), Spread(3, 4, "bf16", 2), Spread(1, 4, "bf16", 4))]
-MORE = [(BY_US[0][0], "theirs", True), (BY_US[1][0], "ours", True), *UPSTREAM]
-
-
-@pytest.mark.parametrize(
-    ("target", "by", "direct"), params([*BY_US, UPSTREAM[0]], MORE, lambda row: "-".join(map(str, row)))
-)
-def test_both_loaders_load_the_conversions_of_both(
-    target: Spread, by: str, direct: bool, autoep: Converted, engines: Engines, subtests: pytest.Subtests
-) -> None:
-    """Upstream loads our files without buffers, and not between ZeRO 3 and other stages."""
-    rows = [each for each in autoep if direct or (each[1].kind.stage == 3) == (target.stage == 3)]
-    kind = target if direct else target.but(config=UNIVERSAL)
-    for (folder, saved), outcome in zip(rows, engines.load(kind, *(each / by for each, _ in rows)), strict=True):
-        with subtests.test(source=str(saved.kind), folder=str(folder)):
-            outcome.check(saved, direct=direct, buffers=direct)
-
-
-FOLDED = [
-    Spread(1, 4, ep=2, tp=2),
-    Spread(0, 4, ep=4, tp=2),
-    Spread(0, 4, "bf16", 2),
-    Spread(3, 4, "bf16", 2, tp=2),
-]
-
-
-@pytest.mark.parametrize("source", params(FOLDED[1:2], FOLDED, str))
-def test_experts_under_tp_or_at_stage_0_are_converted(source: Spread, engines: Engines, tmp_path: Path) -> None:
-    """Upstream's converter supports neither."""
-    saved, out = engines.saved(source), str(tmp_path / "step_universal")
-    convert_checkpoint(find_checkpoint(str(saved.folder)), out, groups=None if source.stage else "module")
-    (outcome,) = engines.load(Spread(3, 2, ep=2), tmp_path)
-    outcome.check(saved)
-
-
-def test_upstream_loads_converted_native_experts_only_at_degree_1(engines: Engines, tmp_path: Path) -> None:
-    """At other degrees it would load local expert 0 on every rank. It refuses our files."""
-    saved = engines.saved(native(1, 2))
-    convert_checkpoint(str(saved.folder), str(tmp_path / "step_universal"))
-    (refused,) = engines.load(native(1, 2).but(config=UNIVERSAL), tmp_path)
-    refused.check_refused("AssertionError: Expert param dim 0", changed=True)
-    (outcome,) = engines.load(native(1, 2, ep=1).but(config=UNIVERSAL), tmp_path)
-    outcome.check(saved, direct=False)
 
 
 # --- models of the hub: training under AutoEP, export under the hub's names, loads without it

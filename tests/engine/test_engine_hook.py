@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,13 +20,13 @@ import deepspeed_ucp
 from deepspeed_ucp.engine import engines
 from deepspeed_ucp.formats.latest import find_checkpoint
 from deepspeed_ucp.testing import WorldPool
-from deepspeed_ucp.testing.capture import CapturedEngine, capture
+from deepspeed_ucp.testing.capture import CapturedEngine
 from deepspeed_ucp.testing.compare import compare
 from deepspeed_ucp.testing.ranks import train as train_steps
 from tests.support.covering import params
 from tests.support.curriculum import make_sampler
 from tests.support.engines.cases import MIXED, SMALL, Case, make_engine, train_engine
-from tests.support.engines.driver import Engines, Outcome, Row, Saved
+from tests.support.engines.driver import Engines, Outcome, Row, Saved, Source
 from tests.support.engines.kinds import ON_CPU
 from tests.support.engines.ranks import Load, Local, load_each, on_nodes, save
 
@@ -46,17 +47,18 @@ def check_deepspeeds_load(_saved: Saved, outcome: Outcome) -> None:
         assert [" loaded in " in text for text in local.list_messages("INFO")] == ([False, True] if rank == 0 else [])
 
 
-ROWS = [
+SAME_ROWS = [
     Row(case, [case], "same", MIXED, check=check_deepspeeds_load, marks=marks)
     for cases, marks in ((SAME[:8], [pytest.mark.engine_smoke]), (SAME[8::3], []), (OFFLOADED, []), (SAME[9:11], MORE))
     for case in cases
 ]
+SAME_ROWS += [Row(Case(1, 2, config={"checkpoint": {"universal": False}}), [Case(1, 2)], "off", SMALL)]
 EXACT = {"direct": True, "tolerance": 0.0}
-ROWS += [Row(case.on(same_topology="direct"), [case], "ours", MIXED, compared=EXACT) for case in OURS]
+SAME_ROWS += [Row(case.on(same_topology="direct"), [case], "ours", MIXED, compared=EXACT) for case in OURS]
 
 
 @pytest.mark.releases
-@pytest.mark.parametrize("row", [row.param for row in ROWS])
+@pytest.mark.parametrize("row", [row.param for row in SAME_ROWS])
 def test_deepspeed_loads_an_unchanged_topology(row: Row, engines: Engines, subtests: pytest.Subtests) -> None:
     engines.resume(row, subtests)
 
@@ -94,22 +96,18 @@ def test_changed_batch_and_clipping_are_logged_in_an_unchanged_topology(engines:
     assert (level, text.partition("saved one: ")[2]) == ("WARNING", changes)
 
 
-@pytest.mark.parametrize("is_saved", [True, False])
-def test_the_plugin_loads_if_only_one_side_has_a_scheduler(is_saved: bool, engines: Engines) -> None:
-    """DeepSpeed's load would ignore a saved scheduler, and fail without one."""
-    saved = engines.saved(Case(1, 2), **{**SMALL, "scheduler": is_saved})
-    (outcome,) = engines.load(Case(1, 2), Load(str(saved.folder)), **{**SMALL, "scheduler": not is_saved})
-    assert not outcome.errors and all(local.direct for local in outcome.ranks)
-    assert outcome.list_messages("WARNING", f"only {'the checkpoint' if is_saved else 'this engine'} has lr_scheduler")
-
-
-@pytest.mark.parametrize(("saved", "live"), [(True, WarmupLR), (WarmupLR, True)], ids=["torch's", "DeepSpeed's"])
-def test_a_scheduler_of_another_kind_in_the_same_topology(saved: Any, live: Any, engines: Engines) -> None:
-    """DeepSpeed's load would fail in the middle, or begin the schedule again."""
+@pytest.mark.parametrize(("saved", "live"), [(True, False), (False, True), (True, WarmupLR), (WarmupLR, True)], ids=str)
+def test_another_scheduler_in_the_same_topology(saved: Any, live: Any, engines: Engines) -> None:
+    """DeepSpeed's load would ignore a saved one, fail without one or in the middle, or begin the schedule again."""
     run = engines.saved(Case(1, 2), **{**SMALL, "scheduler": saved})
     (outcome,) = engines.load(Case(1, 2), Load(str(run.folder)), **{**SMALL, "scheduler": live})
-    kind = "WarmupLR" if saved is True else "LambdaLR"
-    outcome.check_refused("The saved lr_scheduler is of another kind", f"this run's {kind}", "load_lr_scheduler_states")
+    if saved and live:
+        kind = "WarmupLR" if saved is True else "LambdaLR"
+        words = ("The saved lr_scheduler is of another kind", f"this run's {kind}", "load_lr_scheduler_states")
+        outcome.check_refused(*words)
+    else:
+        assert not outcome.errors and all(local.direct for local in outcome.ranks)
+        assert outcome.list_messages("WARNING", f"only {'the checkpoint' if saved else 'this engine'} has lr_scheduler")
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
@@ -143,42 +141,16 @@ def test_node_local_files_load_like_one_folder(stage: int, tmp_path: Path, engin
         assert compare(one.state, two.state)[1] == []
 
 
-@pytest.mark.parametrize("config", params([{"checkpoint": {"universal": False}}], [{}, {"checkpoint": {}}], str))
-def test_deepspeed_loads_without_the_universal_flag(config: dict[str, Any], engines: Engines) -> None:
-    folder, kind = str(engines.saved(Case(1, 2), **SMALL).folder), Case(1, 2, config=config)
-    for (local,) in engines.get(kind).run(load_each, kind.training(1, **SMALL), [Load(folder)]):
-        assert (local.calls, local.log, local.direct, local.reason) == (1, [], None, "")
+def test_an_engine_without_the_plugin_fails_with_a_note(engines: Engines) -> None:
+    """Other engines of the process have the plugin."""
+    folder, case = str(engines.saved(Case(1, 3), **SMALL).folder), Case(1, 2)
+    for (local,) in engines.get(case).run(load_each, case.training(77, **SMALL), [Load(folder)], catch=True):
+        assert (local.calls, local.log, local.direct) == (1, [], None)
+        assert "world size" in local.error and "imported but off for this engine" in local.error
 
 
-def test_engines_with_and_without_the_plugin_in_one_process(engines: Engines) -> None:
-    """The one without fails with a note on the plugin."""
-    saved, case = engines.saved(Case(1, 3), **SMALL), Case(1, 2)
-    work = two_engines, case.on().ds_config, case.ds_config, str(saved.folder)
-    for state, error, reports in engines.get(case).run(*work):
-        assert compare(saved.state, state)[1] == []
-        assert "world size" in error and "imported but off for this engine" in error
-        assert reports == [True, None]
-
-
-def two_engines(on: dict[str, Any], off: dict[str, Any], folder: str) -> tuple[Any, str, list[Any]]:
-    """Load a checkpoint of another size into an engine with the plugin and one without."""
-    first, second = (make_engine(config, **SMALL) for config in (on, off))
-    with pytest.raises(Exception) as raised:
-        second.load_checkpoint(folder)
-    first.load_checkpoint(folder)
-    error = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
-    found = capture(first), error, [first.ucp_report.direct, getattr(second, "ucp_report", None)]
-    first.destroy()
-    second.destroy()
-    return found
-
-
-def test_uninstall_removes_the_hook_after_two_installs(ucp_worlds: WorldPool) -> None:
-    assert ucp_worlds.get(2).run(count_wrappers) == [[0, 1, 1, 0, 0, 1]] * 2
-
-
-def count_wrappers() -> list[int]:
-    """Count the wrappers of DeepSpeed's method after each change."""
+def test_uninstall_removes_the_hook_after_two_installs() -> None:
+    """The wrappers of DeepSpeed's method are counted after each change."""
     found = []
     for name in ("uninstall", "install", "install", "uninstall", "uninstall", "install"):
         getattr(deepspeed_ucp, name)()
@@ -186,7 +158,7 @@ def count_wrappers() -> list[int]:
         method = DeepSpeedEngine.load_checkpoint
         while hasattr(method, "__wrapped__"):
             method, found[-1] = method.__wrapped__, found[-1] + 1
-    return found
+    assert found == [0, 1, 1, 0, 0, 1]
 
 
 def test_preserve_batch_size_changes_the_engines_batch_sizes(ucp_worlds: WorldPool) -> None:
@@ -333,42 +305,45 @@ def test_the_tag_argument_selects_a_save_and_latest_is_the_default(source: Case,
             assert state.value.equal(earlier[name].value) and not state.value.equal(latest[name].value)
 
 
-WEIGHTS_OF_BOTH = {"load_module_strict": False, "load_optimizer_states": False}
-OTHERS: dict[str, tuple[str, str, list[Case], Case, dict[str, Any]]] = {
-    "not-strict-deeper": ("plain", "deeper", [Case(stage, 3) for stage in (0, 1, 3)], Case(3, 2), WEIGHTS_OF_BOTH),
-    "not-strict-plain": ("deeper", "plain", [Case(stage, 3) for stage in (0, 1, 3)], Case(2, 2), WEIGHTS_OF_BOTH),
-    "freeze": ("plain", "frozen", [Case(1, 3), Case(3, 3)], Case(2, 2), {}),
-    "thaw": ("frozen", "plain", [Case(1, 3, "bf16"), Case(3, 3, "bf16")], Case(3, 2, "bf16"), {}),
-}
-"""Saved and live model, sources, target, and arguments."""
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_lenient_load_into_another_model(name: str, engines: Engines) -> None:
+def check_lenient(saved: Saved, outcome: Outcome) -> None:
     """Parameters that only one side has are skipped. Frozen and thawed parameters restore their weight."""
-    model, live, sources, target, arguments = OTHERS[name]
-    runs = [engines.saved(source, **{**SMALL, "model": model}) for source in sources]
-    loads = [Load(str(run.folder), arguments) for run in runs]
-    for run, outcome in zip(runs, load(engines, target, *loads, **{**SMALL, "model": live}), strict=True):
-        before = outcome.ranks[0].before.parameters
-        for param, state in outcome.state.parameters.items():
-            assert state.value.equal(run.state.parameters.get(param, before[param]).value)
-            assert param == "gain" or not state.value.equal(before[param].value)
+    assert not outcome.errors and all(local.direct for local in outcome.ranks)
+    for name, state in outcome.state.parameters.items():
+        wanted = saved.state.parameters.get(name)
+        assert state.value.equal(wanted.value) if wanted else (name, state.value.item()) == ("gain", 1)
+
+
+def lenient(model: str, live: str, stages: Sequence[int], target: Case, **arguments: bool) -> Row:
+    kinds = [target.but(stage=stage, world=3) for stage in stages]
+    sources = [Source(kind, {"model": model}, arguments, check=check_lenient) for kind in kinds]
+    return Row(target, sources, "lenient", SMALL, {"model": live})
 
 
 def load_renamed(src: dict[str, Any], dst: Any) -> None:
     dst.load_state_dict({name.replace("last.", "head."): value for name, value in src.items()})
 
 
-@pytest.mark.parametrize("source", params([Case(1, 3, "bf16")], [Case(0, 3), Case(2, 3)], str))
-def test_custom_load_fn_gets_the_saved_state_dict_and_the_module(source: Case, engines: Engines) -> None:
-    """It may rename keys."""
-    saved = engines.saved(source, **SMALL)
-    loads = [
-        Load(str(saved.folder), {**ARGUMENTS[called].arguments, "custom_load_fn": load_renamed}) for called in WEIGHTS
-    ]
-    for outcome in load(engines, target_of(source), *loads, **{**SMALL, "model": "renamed"}):
-        check_values(outcome.state, saved.state, "head.")
+def check_renamed(saved: Saved, outcome: Outcome) -> None:
+    """Check that `custom_load_fn` gets the saved state dict and the module; it may rename keys."""
+    assert not outcome.errors and all(local.direct for local in outcome.ranks)
+    check_values(outcome.state, saved.state, "head.")
+
+
+WEIGHTS_OF_BOTH = {"load_module_strict": False, "load_optimizer_states": False}
+ROWS = [
+    lenient("plain", "deeper", (0, 1, 3), Case(3, 2), **WEIGHTS_OF_BOTH),
+    lenient("deeper", "plain", (0, 1, 3), Case(2, 2), **WEIGHTS_OF_BOTH),
+    lenient("plain", "frozen", (1, 3), Case(2, 2)),
+    lenient("frozen", "plain", (1, 3), Case(3, 2, "bf16")),
+]
+CUSTOM = [{**ARGUMENTS[called].arguments, "custom_load_fn": load_renamed} for called in WEIGHTS]
+LOADS = [Source(Case(1, 3, "bf16"), arguments=each, check=check_renamed) for each in CUSTOM]
+ROWS.append(Row(Case(3, 2, "bf16"), LOADS, "custom", SMALL, {"model": "renamed"}))
+
+
+@pytest.mark.parametrize("row", [row.param for row in ROWS])
+def test_loads_into_another_model(row: Row, engines: Engines, subtests: pytest.Subtests) -> None:
+    engines.resume(row, subtests)
 
 
 LAYERS = {"total_layer_num": 2, "random_ltd_layer_num": 1, "random_ltd_layer_id": [0], "model_type": "decoder"}

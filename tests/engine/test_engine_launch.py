@@ -76,7 +76,7 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
         buffer.unlink(missing_ok=True)
 
 
-@pytest.mark.exhaustive  # test_startup.py has the start, test_engine_saves_pairs.py engines with the variable
+@pytest.mark.exhaustive  # test_startup.py has the start, test_engine_saves.py engines with the variable
 @pytest.mark.timeout(600)  # DeepSpeed compiles at the first time
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_an_unchanged_script_resumes_under_every_launcher(
@@ -127,15 +127,16 @@ SIGNALERS: dict[str, tuple[list[str], Callable[[int, int], None]]] = {
 @pytest.mark.exhaustive  # test_children.py has the workers, test_engine_carry.py the saves
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("launcher", SIGNALERS)
-def test_a_job_with_data_loader_workers_saves_on_a_signal(launcher: str, tmp_path: Path) -> None:
+def test_a_job_with_data_loader_workers_saves_on_a_signal(
+    launcher: str, environment: dict[str, str], tmp_path: Path
+) -> None:
     """The signal arrives in a wait for data. Workers survive it until their rank ends."""
     command, send = SIGNALERS[launcher]
     output, mark = tmp_path / "output", f"UCP_TEST={tmp_path}"
-    with hold_port() as held, output.open("wb") as log:
-        port = str(held.getsockname()[1])
+    with output.open("wb") as log:
         process = subprocess.Popen(
-            [*(part.format(port=port) for part in command), PREEMPTED, str(tmp_path)],
-            env=make_environment(UCP_TEST=str(tmp_path)), stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            [*(part.format(port=environment["MASTER_PORT"]) for part in command), PREEMPTED, str(tmp_path)],
+            env=environment | {"UCP_TEST": str(tmp_path)}, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         try:
             wait_until(lambda: len([*tmp_path.glob("step2-*")]) == RANKS or process.poll() is not None, 240)
@@ -147,8 +148,6 @@ def test_a_job_with_data_loader_workers_saves_on_a_signal(launcher: str, tmp_pat
         finally:
             kill(find_processes(mark))
             process.kill()
-            for left in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
-                left.unlink(missing_ok=True)
     text = output.read_text(errors="replace")
     assert (tmp_path / "saves" / "latest").read_text() == "global_step3", text[-4000:]
     assert text.count("SIGTERM: saving to ") == 1, text[-4000:]

@@ -24,9 +24,9 @@ from deepspeed_ucp.testing.capture import CapturedEngine, CapturedParameter
 from deepspeed_ucp.testing.ranks import train as train_steps
 from tests.support.covering import is_exhaustive, params
 from tests.support.damage import flip_largest
-from tests.support.engines.cases import Case, Idle, compute_loss, make_engine, train_engine
+from tests.support.engines.cases import Built, Case, Idle, compute_loss, make_engine, train_engine
 from tests.support.engines.driver import STEPS, Engines, Outcome, Row, Saved
-from tests.support.engines.kinds import ON_CPU, allow_fp16_on_cpu, forget_autocast, take_step
+from tests.support.engines.kinds import ON_CPU, take_step
 from tests.support.engines.ranks import Load
 from tests.support.exports import check_same, read_all
 
@@ -57,12 +57,12 @@ def test_stage_0_states_follow_names_if_the_order_of_layers_changes(precision: s
 BLOCKS = 4
 
 
-class Quantized(torch.nn.Module):
+class Quantized(nn.Module):
     """A frozen weight of bytes, like Linear4bit, with scales that only the state dict contains."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(8 * BLOCKS, 1, dtype=torch.uint8), requires_grad=False)
+        self.weight = nn.Parameter(torch.zeros(8 * BLOCKS, 1, dtype=torch.uint8), requires_grad=False)
         self.absmax = torch.ones(BLOCKS)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -71,15 +71,15 @@ class Quantized(torch.nn.Module):
         header = json.dumps({"blocks": BLOCKS}).encode()
         destination[f"{prefix}weight.quant_state"] = torch.tensor(list(header), dtype=torch.uint8)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return x + self.absmax.mean().to(x.dtype) * 1e-3
 
 
-def make_body(*, bytes_first: bool) -> torch.nn.Module:
+def make_body(*, bytes_first: bool) -> nn.Module:
     """Make a module whose state dict renames the norm, by a hook."""
-    first = [("base", Quantized()), ("up", torch.nn.Linear(6, 10))]
-    others = {"norm": torch.nn.BatchNorm1d(10), "frozen": torch.nn.Linear(10, 6).requires_grad_(False)}
-    body = torch.nn.Sequential(OrderedDict([*first[:: 1 if bytes_first else -1], *others.items()]))
+    first = [("base", Quantized()), ("up", nn.Linear(6, 10))]
+    others = {"norm": nn.BatchNorm1d(10), "frozen": nn.Linear(10, 6).requires_grad_(False)}
+    body = nn.Sequential(OrderedDict([*first[:: 1 if bytes_first else -1], *others.items()]))
     body._register_state_dict_hook(_rename)
     return body
 
@@ -89,15 +89,15 @@ def _rename(module: Any, state: Any, prefix: str, metadata: Any) -> None:
         state[key.replace(f"{prefix}norm.", f"{prefix}bn.")] = state.pop(key)
 
 
-class WithHead(torch.nn.Module):
+class WithHead(nn.Module):
     """A value head around a model. The state dict has the model's names without a prefix."""
 
     def __init__(self, *, bytes_first: bool) -> None:
         super().__init__()
         self.pretrained = make_body(bytes_first=bytes_first)
-        self.v_head = torch.nn.Linear(6, 1)
+        self.v_head = nn.Linear(6, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.v_head(self.pretrained(x)).float().square().mean()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -107,22 +107,8 @@ class WithHead(torch.nn.Module):
         return found
 
 
-@dataclass(frozen=True)
-class Heads(Case):
-    """An engine of `WithHead`."""
-
-    def make(self, seed: int) -> Any:
-        forget_autocast()
-        torch.manual_seed(seed)
-        module = WithHead(bytes_first=self.stage < 3)  # ZeRO 3 uses the first parameter's dtype as the model's
-        with torch.no_grad():
-            module.pretrained.base.absmax.copy_(torch.rand(BLOCKS) + seed)
-            module.pretrained.base.weight.copy_(torch.randint(256, (8 * BLOCKS, 1)))
-        zero = {"stage3_param_persistence_threshold": 0}
-        optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
-        trained = [param for param in module.parameters() if param.requires_grad]
-        config = self.make_config(zero, optimizer=optimizer)
-        return deepspeed.initialize(model=module, model_parameters=trained, config=config)[0]
+class Whole(Built):
+    """An engine of a module whose output is its loss; the state is the state dict."""
 
     @staticmethod
     def step(engine: Any) -> float:
@@ -130,19 +116,27 @@ class Heads(Case):
         return take_step(engine, engine(torch.randn(4, 6).to(engine.device)))
 
     @staticmethod
-    def read(engine: Any) -> dict[str, torch.Tensor]:
+    def read(engine: Any) -> dict[str, Tensor]:
         params = list(engine.module.parameters())
-        with GatheredParameters(params, enabled=any(hasattr(param, "ds_id") for param in params)):
-            found = {name: value.detach().clone() for name, value in engine.module.named_parameters()}
-        found.update((name, value.clone()) for name, value in engine.module.named_buffers())
-        return {**found, "absmax": engine.module.pretrained.base.absmax.clone()}
+        with GatheredParameters(params, enabled=engine.zero_optimization_stage() == 3):
+            return {name: tensor.detach().clone() for name, tensor in engine.module.state_dict().items()}
 
-    def join(self, ranks: Sequence[Any]) -> dict[str, torch.Tensor]:
+    def join(self, ranks: Sequence[Any]) -> dict[str, Tensor]:
         return ranks[0].state
 
     def compare(self, saved: Any, loaded: Any, **options: Any) -> tuple[int, list[str]]:
         assert saved.keys() == loaded.keys()
         return len(saved), [name for name, value in saved.items() if not torch.equal(loaded[name], value)]
+
+
+class Heads(Whole):
+    """An engine of `WithHead`."""
+
+    def build(self) -> nn.Module:
+        module = WithHead(bytes_first=self.stage < 3)  # ZeRO 3 uses the first parameter's dtype as the model's
+        module.pretrained.base.absmax.copy_(torch.rand(BLOCKS) + torch.rand(()))
+        module.pretrained.base.weight.data.copy_(torch.randint(256, (8 * BLOCKS, 1)))
+        return module
 
 
 def check_warnings(_saved: Saved, outcome: Outcome) -> None:
@@ -195,49 +189,40 @@ def test_a_load_into_an_evaluating_engine_updates_gathered_parameters(engines: E
 # --- modules that a model registers under several names, in exports
 
 
-class Net(torch.nn.Module):
+class Net(nn.Module):
     """Two names of a block, a norm and a weight; ``unclear``: the first one may be of either of two siblings."""
 
     def __init__(self, *, unclear: bool) -> None:
         super().__init__()
-        self.layer = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        self.layer = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
         if unclear:
-            self.other = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+            self.other = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
         self.again = self.layer
-        self.norm = torch.nn.BatchNorm1d(4)
+        self.norm = nn.BatchNorm1d(6)
         self.second_norm = self.norm
-        self.embed, self.head = (torch.nn.Linear(4, 4, bias=False) for _ in range(2))
+        self.embed, self.head = (nn.Linear(6, 6, bias=False) for _ in range(2))
         self.head.weight = self.embed.weight
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x: Tensor) -> Any:
         return self.head(self.embed(self.second_norm(self.again(self.norm(self.layer(x)))))).square().mean()
 
 
 @dataclass(frozen=True)
-class Shared(Case):
+class Shared(Whole):
     unclear: bool = False
 
-    def make(self, seed: int) -> Any:
-        torch.manual_seed(seed)
-        model = Net(unclear=self.unclear)
-        config = self.make_config(optimizer={"type": "Adam", "params": {"torch_adam": True, "lr": 0.1}})
-        return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-
-    @staticmethod
-    def step(engine: Any) -> float:
-        return take_step(engine, engine(torch.randn(2, 4)))
-
-    @staticmethod
-    def read(engine: Any) -> dict[str, torch.Tensor]:
-        params = list(engine.module.parameters())
-        with GatheredParameters(params, enabled=engine.zero_optimization_stage() == 3):
-            return {name: tensor.detach().clone() for name, tensor in engine.module.state_dict().items()}
-
-    def join(self, ranks: Sequence[Any]) -> dict[str, torch.Tensor]:
-        return ranks[0].state
+    def build(self) -> nn.Module:
+        return Net(unclear=self.unclear)
 
 
 AGAIN = [f"again.{layer}.{kind}" for layer in (0, 1) for kind in ("bias", "weight")]
+
+
+def export(folder: Path, name: str, kind: str) -> Path:
+    """Export the checkpoint of this name below a folder."""
+    out = folder / f"{name}-{kind}"
+    assert main(["export", str(folder / name), str(out), "--to", kind]) == 0
+    return out
 
 
 @pytest.mark.parametrize("stage", params([1, 3], [2]))
@@ -246,10 +231,8 @@ def test_exports_have_every_name_of_a_shared_module(tmp_path: Path, engines: Eng
     held = engines.save(Shared(stage), tmp_path / "it", steps=(1,)).state
     assert main(["convert", str(tmp_path / "it/global_step1"), str(tmp_path / "atomic/global_step1")]) == 0
     for name in ("it", "atomic"):
-        for kind in ("dcp", "hf"):
-            assert main(["export", str(tmp_path / name), str(tmp_path / name / kind), "--to", kind]) == 0
-        check_same(read_all(tmp_path / name / "dcp")["model"], held)
-        once = load_file(tmp_path / name / "hf/model.safetensors")
+        check_same(read_all(export(tmp_path, name, "dcp"))["model"], held)
+        once = load_file(export(tmp_path, name, "hf") / "model.safetensors")
         check_same(once, {key: held[key] for key in once})
         ties = {"head.weight", *(key for key in held if key.startswith(("again.", "second_norm.")))}
         assert once.keys() == held.keys() - ties
@@ -259,9 +242,7 @@ def test_an_export_logs_names_that_zero_3_does_not_record(
     tmp_path: Path, engines: Engines, capsys: pytest.CaptureFixture[str]
 ) -> None:
     held = engines.save(Shared(3, 1, unclear=True), tmp_path / "it", steps=(1,)).state
-    assert main(["export", str(tmp_path / "it"), str(tmp_path / "out"), "--to", "dcp"]) == 0
-    warnings = capsys.readouterr().err
-    written = read_all(tmp_path / "out")["model"]
+    written, warnings = read_all(export(tmp_path, "it", "dcp"))["model"], capsys.readouterr().err
     assert held.keys() - written.keys() == {*AGAIN}
     assert torch.equal(written["second_norm.weight"], held["second_norm.weight"])
     assert "again.0.bias" in warnings and "are not written" in warnings
@@ -298,7 +279,7 @@ class Speaker(nn.Module):
 
 
 @dataclass(frozen=True)
-class Vocabulary(Case):
+class Vocabulary(Built):
     """An engine of a `Speaker`: rows of its vocabulary, and rules for them."""
 
     rows: int = WORDS
@@ -311,13 +292,8 @@ class Vocabulary(Case):
     def find_tolerance(self, source: Any) -> float | None:
         return {"fp32": 1e-6, "fp16": 2e-2, "bf16": 5e-2}[self.precision]
 
-    def make(self, seed: int, **options: Any) -> Any:
-        allow_fp16_on_cpu()
-        forget_autocast()
-        torch.manual_seed(seed)
-        model = Speaker(self.rows, **options)
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, betas=(0.8, 0.95))
-        return deepspeed.initialize(model=model, optimizer=optimizer, config=self.ds_config)[0]
+    def build(self, **options: bool) -> nn.Module:
+        return Speaker(self.rows, **options)
 
     @staticmethod
     def step(engine: Any) -> float:
@@ -393,8 +369,6 @@ def test_the_plugin_resizes_a_frozen_vocabulary_in_an_unchanged_topology(engines
         for name, held in each.state.parameters.items():
             before = saved.state.parameters[name].value
             mean = sum(before.double()) / WORDS
-            rows = (
-                [mean.to(torch.bfloat16).expand(WIDER - WORDS, *before.shape[1:])] if len(held.value) == WIDER else []
-            )
-            check_same({"value": held.value}, {"value": torch.cat([before, *rows])})
+            rows = mean.to(torch.bfloat16).expand(len(held.value) - len(before), *before.shape[1:])
+            check_same({"value": held.value}, {"value": torch.cat([before, rows])})
         check_losses(saved, each)

@@ -1,15 +1,16 @@
-"""Saves through memory and snapshots: files equal to DeepSpeed's, complete before `latest` names them; loads."""
+"""Saves of every kind of engine, with and without memory: files equal DeepSpeed's, and load in other topologies."""
 
 from __future__ import annotations
 
 import errno
+import importlib
 import os
+import re
 import shutil
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from itertools import islice
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -17,57 +18,77 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map
 
-from deepspeed_ucp import preemption, rng, snapshots
-from deepspeed_ucp.data import ElasticSampler
 from deepspeed_ucp.engine_state import find_state
-from deepspeed_ucp.errors import ConfigError, StorageError
+from deepspeed_ucp.errors import ConfigError
+from deepspeed_ucp.formats.deepspeed.files import PUBLISHED, SEAL
+from deepspeed_ucp.io.paths import UPLOAD
+from deepspeed_ucp.io.store import list_tree, read_small
 from deepspeed_ucp.saves.sizes import _count_saved
 from deepspeed_ucp.testing import World, WorldPool
-from deepspeed_ucp.testing.capture import CapturedEngine, capture
+from deepspeed_ucp.testing.capture import capture
 from deepspeed_ucp.testing.compare import compare
 from deepspeed_ucp.testing.ranks import train as train_steps
-from tests.support.covering import few, params
-from tests.support.engines import ranks
-from tests.support.engines.cases import BATCH, FEATURES, Case, make_engine, train_engine
-from tests.support.engines.parallel import pipe
+from tests.support.covering import cover, few, params
+from tests.support.engines import autoep, experts, nvme, ranks
+from tests.support.engines.cases import MIXED, SMALL, Case, Idle, make_engine, train_engine
+from tests.support.engines.driver import Engines
+from tests.support.engines.kinds import ON_CPU, SUMS_IN_FP32, Kind
+from tests.support.engines.parallel import join, pipe, plain, resume
 from tests.support.engines.ranks import Load, Local
+from tests.support.memory import put_folder
 
-MIB_FREE = "deepspeed_ucp.saves.budget.count_free"
-
+pytest.importorskip("moto")
 
 # --- on the ranks
 
 
 class Save(NamedTuple):
-    """Micro steps before a save, its tag, and a fault: "no room" on all ranks or "runs full" on the last one."""
+    """Micro steps before a save, its tag, and steps after it.
+
+    Attributes:
+        fault: "no room" on all ranks or "runs full" on the last one.
+        wait: until it is written; otherwise the next save may replace it.
+    """
 
     steps: int = 1
     tag: str | None = None
+    after: int = 0
     fault: str = ""
+    wait: bool = True
 
 
 def save_each(
-    ds_config: dict[str, Any], folder: str, saves: Sequence[Save], *, reference: str = ""
-) -> list[CapturedEngine]:
-    """Save several times, in `reference` by DeepSpeed without the plugin. Return the state at each save."""
-    engine, is_last = make_engine(ds_config), dist.get_rank() == dist.get_world_size() - 1
-    trained, states = train_engine(engine), list[CapturedEngine]()
+    training: Any,
+    folder: str,
+    saves: Sequence[Save],
+    *,
+    reference: str = "",
+    read: Callable[[Any], Any] = capture,
+) -> list[Local]:
+    """Save several times, in `reference` by DeepSpeed without the plugin. Return the engine at each save."""
+    trained, found = training(), list[Local]()
+    engine, is_last = next(trained), dist.get_rank() == dist.get_world_size() - 1
     failing = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-    for number, (steps, tag, fault) in enumerate(saves):
+    for number, (steps, tag, after, fault, wait) in enumerate(saves):
         train_steps(trained, steps)
+        found.append(ranks.describe(engine, read))
         if reference:
             with ranks.uninstalled():
                 engine.save_checkpoint(reference, tag, {"number": number})
-        no_room = mock.patch(MIB_FREE, return_value=1000) if fault == "no room" else nullcontext()
-        runs_full = fault == "runs full" and is_last
-        with no_room, mock.patch("deepspeed_ucp.saves.saver.save_over", failing) if runs_full else nullcontext():
+        no_room = mock.patch("deepspeed_ucp.saves.budget.count_free", return_value=1000)
+        runs_full = mock.patch("deepspeed_ucp.saves.saver.save_over", failing)
+        with (
+            no_room if fault == "no room" else nullcontext(),
+            runs_full if fault == "runs full" and is_last else nullcontext(),
+        ):
             engine.save_checkpoint(folder, tag, {"number": number})
-        states.append(capture(engine))
+        train_steps(trained, after)
         saver = find_state(engine).saver
-        assert tag or fault or not saver.is_owner or saver.wait()  # otherwise the next save replaces it
+        assert not wait or not saver.is_owner or saver.wait()
     ranks.close(engine)
-    return states
+    return found
 
 
 def save_weights_too(ds_config: dict[str, Any], folder: str) -> list[str]:
@@ -99,42 +120,41 @@ def forecast(ds_config: dict[str, Any], free: int) -> tuple[str, int, int]:
     return "".join(call.args[0] % call.args[1:] for call in log.call_args_list), before, after
 
 
-# --- tests
-
-TWICE = [Save(), Save()]
+# --- saves through memory
 
 
-def check_files(folder: Path, count: int) -> None:
-    ranks.wait_for_marks(folder / "saved")
-    assert len(list((folder / "saved").glob("*/ucp_seal.json"))) == count
-    differing = ranks.files_that_differ(folder / "own", folder / "saved")
-    assert [name for name in differing if os.path.basename(name) != "ucp_seal.json"] == []
+def run(world: World, memory: object, work: Any, *args: Any, **more: Any) -> list[Any]:
+    """Call `work` on every rank; with a memory folder each rank is a node with a folder below it."""
+    return list(
+        world.run(ranks.on_nodes, work, str(memory), *args, **more) if memory else world.run(work, *args, **more)
+    )
+
+
+def check_files(reference: Path, saved: Path) -> None:
+    assert [name for name in ranks.files_that_differ(reference, saved) if os.path.basename(name) != SEAL] == []
 
 
 def check_loads(
-    world: World, target: Case, folder: object, place: object, number: int, state: CapturedEngine, memory: Any = None
+    world: World, target: Case, folder: object, place: object, number: int, saved: Local, memory: object = None
 ) -> list[Local]:
-    """Load `folder` on every rank: from `place`, the save with this number, and its state.
-
-    Args:
-        memory: each rank is a node with a memory folder below this one.
-    """
-    work: tuple[Any, ...] = (ranks.load_each, target.training(seed=99), [Load(str(folder), steps=1)])
-    answers = world.run(*work) if memory is None else world.run(ranks.on_nodes, work[0], str(memory), *work[1:])
+    """Load `folder` on every rank: from `place`, the save with this number, and its state."""
+    answers = run(world, memory, ranks.load_each, target.training(seed=99), [Load(str(folder), steps=1)])
     for (local,) in answers:
         assert local.path.startswith(str(place)) and local.client_state["number"] == number
-        assert compare(state, local.state)[1] == []
+        assert compare(saved.state, local.state)[1] == []
     return [local for (local,) in answers]
 
 
 @pytest.mark.parametrize("case", params([Case(3, 2)], [Case(1, 2, "bf16")], str))
 def test_saves_at_step_0_in_a_step_and_twice_under_one_tag(case: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    config = {**case.saving(tmp_path / "memory").ds_config, "gradient_accumulation_steps": 2}
-    saves = [Save(0), Save(1, "twice"), Save(1, "twice")]
-    ucp_worlds.get(2).run(save_each, config, str(tmp_path / "saved"), saves, reference=str(tmp_path / "own"))
-    check_files(tmp_path, 2)
-    assert {path.name for path in (tmp_path / "saved").glob("*/")} == {"global_step0", "twice"}
-    assert (tmp_path / "saved" / "latest").read_text() == "twice"
+    kind = case.but(config={"gradient_accumulation_steps": 2}).saving(tmp_path / "memory")
+    reference, saved = tmp_path / "own", tmp_path / "saved"
+    saves = [Save(0), *[Save(1, "twice", wait=False)] * 2]
+    ucp_worlds.get(2).run(save_each, kind.training(), str(saved), saves, reference=str(reference))
+    ranks.wait_for_marks(saved)
+    check_files(reference, saved)
+    assert {path.parent.name for path in saved.glob(f"*/{SEAL}")} == {"global_step0", "twice"}
+    assert (saved / "latest").read_text() == "twice"
 
 
 @pytest.mark.parametrize("case", params([Case(3, 2, "bf16")], [Case(1, 2, "bf16")], str))
@@ -144,15 +164,15 @@ def test_save_16bit_model_works_while_a_save_is_pending(case: Case, tmp_path: Pa
     config = case.but(zero=zero).saving(tmp_path / "memory").ds_config
     assert ucp_worlds.get(2).run(save_weights_too, config, str(tmp_path / "saved")) == [[], []]
     assert (tmp_path / "saved" / "latest").read_text() == "global_step1"
-    assert (tmp_path / "saved" / "global_step1" / "ucp_seal.json").exists()
+    assert (tmp_path / "saved" / "global_step1" / SEAL).exists()
 
 
 def test_a_save_that_does_not_fit_into_memory_is_written_by_deepspeed(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """No rank waits for one that exhausts memory. The next save uses memory again."""
-    config, saved = Case(1, 2).saving(tmp_path / "memory").ds_config, tmp_path / "saved"
-    saves = [Save(fault="no room"), Save(), Save(fault="runs full"), Save()]
-    ucp_worlds.get(2).run(save_each, config, str(saved), saves)
-    sealed = {path.name: (path / "ucp_seal.json").exists() for path in saved.glob("global_step*")}
+    training, saved = Case(1, 2).saving(tmp_path / "memory").training(), tmp_path / "saved"
+    saves = [Save(fault="no room", wait=False), Save(), Save(fault="runs full", wait=False), Save()]
+    ucp_worlds.get(2).run(save_each, training, str(saved), saves)
+    sealed = {path.name: (path / SEAL).exists() for path in saved.glob("global_step*")}
     assert not sealed.pop("global_step1", True)
     assert (sealed["global_step3"], sealed["global_step4"]) == (False, True)
     assert (saved / "latest").read_text() == "global_step4"
@@ -170,30 +190,27 @@ def test_saves_to_node_local_folders_do_not_use_memory(tmp_path: Path, ucp_world
     assert not [*tmp_path.glob("memory*/**/*_states.pt")]
     options["memory"] = str(tmp_path / "memory")
     folder = str(tmp_path / "one")
-    (state,) = world.run(save_each, local.ds_config, folder, TWICE[:1])[0]
-    check_loads(world, local, folder, tmp_path / "memory", 0, state)
+    (saved,) = world.run(save_each, local.training(), folder, [Save()])[0]
+    check_loads(world, local, folder, tmp_path / "memory", 0, saved)
 
 
 @pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_save_survives_the_loss_of_a_node(lost: int, tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """Its neighbour has a copy: fewer ranks, or a new empty node, resume without the folder."""
     folder, memory, variable = tmp_path / "saved", tmp_path / "memory", Path("$NODE_MEMORY")
-    config = Case(1, 2, "bf16").saving(variable, copies=1).ds_config
-    states = ucp_worlds.get(2).run(ranks.on_nodes, save_each, str(memory), config, str(folder), TWICE)[0]
+    training = Case(1, 2, "bf16").saving(variable, copies=1).training()
+    _, saved = run(ucp_worlds.get(2), memory, save_each, training, str(folder), [Save(), Save()])[0]
     shutil.rmtree(folder)
     for target in few([Case(3, 2), Case(1, 2, "bf16")], 1):
-        loader = target.saving(variable)
-        found = check_loads(ucp_worlds.get(2), loader, folder, memory, 1, states[1], memory=memory)
-        assert (
-            sum(rank.bytes_read for rank in found) <= 1.02 * found[0].state_bytes
-        )  # although two nodes have each file
+        found = check_loads(ucp_worlds.get(2), target.saving(variable), folder, memory, 1, saved, memory)
+        read = sum(rank.bytes_read for rank in found)
+        assert read <= 1.02 * found[0].state_bytes  # although two nodes have each file
     shutil.rmtree(memory / f"node{lost}")
     (memory / f"node{1 - lost}").rename(memory / "left")
     for target in few([Case(3, 1), Case(2, 2), Case(1, 2, "bf16"), Case(0, 2)], 1):
         shutil.rmtree(memory / "node1", ignore_errors=True)
         shutil.copytree(memory / "left", memory / "node0", dirs_exist_ok=True)
-        world = ucp_worlds.get(target.world)
-        check_loads(world, target.saving(variable), folder, memory, 1, states[1], memory=memory)
+        check_loads(ucp_worlds.get(target.world), target.saving(variable), folder, memory, 1, saved, memory)
 
 
 @pytest.mark.parametrize("case", params([Case(1, 2, "bf16"), Case(3, 2)], [Case(0, 2), Case(2, 1, "fp16")], str))
@@ -211,223 +228,204 @@ def test_a_new_engine_logs_the_expected_memory_of_saves(case: Case, tmp_path: Pa
         world.run(forecast, config, needed - 1)
 
 
-# --- snapshots: saves without a call of the script; a killed run resumes from them
+# --- of every kind
 
-SAMPLES = 3 * BATCH
+FUSED, LORA, FROZEN = {"optimizer": "fused_adam"}, {"model": "lora"}, {"frozen": True}
+LETTERS, EVEN = pipe(1, 2, method="uniform", world=2, model="eBBh"), plain(2, world=2, model="even")
+KINDS: dict[str, tuple[Kind, Kind, dict[str, Any]]] = {
+    "zero1": (Case(1, 2, "bf16"), Case(3, 2), {}),
+    "zero2": (Case(2, 2), Case(0, 2), {}),
+    "zero3": (Case(3, 2, "bf16"), Case(1, 2, "bf16"), {}),
+    "bf16": (Case(1, 2, "bf16", config=SUMS_IN_FP32), Case(3, 2, "bf16"), {}),
+    "fp16_fused": (Case(0, 2, "fp16"), Case(1, 2), FUSED),
+    "fp16_unfused": (Case(0, 2, "fp16"), Case(2, 2, "bf16"), {}),
+    "torch": (Case(0, 2), Case(2, 2), {}),
+    "pipeline": (LETTERS, LETTERS.but(pp=1), {}),
+    "experts": (experts.Spread(2, 2, ep=(2, 1)), experts.Spread(1, 2, ep=(1, 2)), {}),
+    "offload": (Case(2, 2, zero=ON_CPU), Case(3, 2), {}),
+    "nvme": (nvme.Kind(3, 2, optimizer="nvme", frozen=True), nvme.Kind(1, 2, frozen=True), {}),
+    "autotp": (EVEN, EVEN.but(tp=1, stage=3), {}),
+    "lora": (Case(1, 2), Case(3, 2), LORA),
+    "muon": (nvme.Kind(2, 2, muon=True), nvme.Kind(3, 2, muon=True), {}),
+    "autoep": (autoep.Spread(2, 2, ep=2), autoep.Spread(1, 2), FROZEN),
+    "params": (Case(3, 2, "bf16", zero={**ON_CPU, "offload_param": {"device": "cpu"}}), Case(2, 2), {}),
+    "none": (Idle(0), Idle(3), {}),
+}
+"""Source, target and options of both on two ranks."""
 
-
-# --- on the ranks
-
-
-@contextmanager
-def follow(engine: Any, folder: str, *, every: Any, **options: Any) -> Iterator[list[int]]:
-    """Take snapshots of an engine until the block ends. Yield the list of their steps."""
-    steps, take = list[int](), snapshots._take
-
-    def record(followed: Any, argument: Any, client_state: Any) -> None:
-        steps.append(followed.global_steps)
-        take(followed, argument, client_state)
-
-    with mock.patch.object(snapshots, "_take", record):
-        snapshots.follow(engine, folder, every=every, **options)
-        yield steps
-    ranks.close(engine)
-
-
-@dataclass
-class Trained:
-    """One rank's part of a run: its start, samples and random number of each step, states after steps, snapshots."""
-
-    step: int
-    client_state: dict[str, Any]
-    begun: CapturedEngine
-    draws: dict[int, tuple[list[int], float]] = field(default_factory=dict)
-    states: dict[int, CapturedEngine] = field(default_factory=dict)
-    taken: list[int] = field(default_factory=list)
-
-
-def train(
-    ds_config: dict[str, Any], folder: str, steps: int, *, every: int, seed: int, saves: dict[int, str] | None = None
-) -> Trained:
-    """Load and train on the sampler's batches; `saves`: by step the folder of a save after it."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    engine = make_engine(ds_config, "plain", seed=seed)
-    sampler = ElasticSampler(SAMPLES, BATCH, rank=rank, world=world, seed=1)
-    sampler.follow(engine)
-    rng.follow(engine)
-    torch.manual_seed(100 * seed + rank)
-    with follow(engine, folder, every=every, client_state=lambda: {"ended": engine.global_steps}) as taken:
-        _, found = engine.load_checkpoint(folder)
-        client_state = {name: value for name, value in (found or {}).items() if name in ("ended", "saved")}
-        run = Trained(engine.global_steps, client_state, capture(engine), taken=taken)
-        for _ in range(steps):
-            samples = list(islice(sampler, BATCH // world))
-            noise = torch.rand(1)  # drawn for the batch, before the engine is called
-            run.draws[engine.global_steps] = samples, noise.item()
-            batch = torch.tensor(samples, dtype=torch.float32)[:, None].expand(-1, FEATURES) / SAMPLES + noise
-            engine.backward(engine(batch).square().mean())
-            engine.step()
-            run.states[engine.global_steps] = capture(engine)
-            if place := (saves or {}).get(engine.global_steps):
-                engine.save_checkpoint(place, client_state={"saved": engine.global_steps})
-            with torch.no_grad():
-                engine.eval()
-                if rank == 0 and not engine.zero_optimization_partition_weights():  # alone
-                    engine(batch)
-                engine.train()
-    return run
+FACTORS = (tuple(KINDS), ("tmpfs", "disk"), ("alone", "copied"), ("folder", "s3"))
+"""Engine, memory, copies on the next node, place."""
+ALWAYS = [
+    ("zero3", "disk", "copied", "s3"),
+    ("pipeline", "tmpfs", "copied", "folder"),
+    ("experts", "tmpfs", "alone", "s3"),
+    ("nvme", "disk", "alone", "folder"),
+]
+"""Kinds whose files differ, with every pair of two options; every pair with another kind is exhaustive."""
 
 
-def train_by_the_clock(ds_config: dict[str, Any], folder: str, seconds: dict[int, float], steps: int) -> list[int]:
-    """List the steps of snapshots every 5 s, on ranks whose clocks differ; `seconds`: by first step."""
-    engine, now = make_engine(ds_config), 1000.0 * dist.get_rank()
-    trained, save_checkpoint, step = train_engine(engine), engine.save_checkpoint, engine.step
-
-    def save_slowly(*args: Any, **more: Any) -> None:
-        nonlocal now
-        now += 0.5
-        save_checkpoint(*args, **more)
-
-    def step_slowly(*args: Any, **more: Any) -> None:
-        nonlocal now
-        now += max((at, took) for at, took in seconds.items() if at <= engine.global_steps)[1] - 0.01 * dist.get_rank()
-        step(*args, **more)
-
-    engine.save_checkpoint, engine.step = save_slowly, step_slowly
-    with (
-        mock.patch.object(snapshots, "monotonic", side_effect=lambda: now),
-        follow(engine, folder, every="5s") as taken,
-    ):
-        train_steps(trained, steps)
-    return taken
+@pytest.fixture(scope="module")
+def server() -> Iterator[Any]:
+    """Serve a bucket. The import is late, because ranks import this module for their functions."""
+    with importlib.import_module("tests.stores.server").serve_bucket() as found:
+        yield found
 
 
-def train_until_signaled(ds_config: dict[str, Any], folder: str) -> list[int]:
-    """List the steps of snapshots; a signal arrives in the step after which a snapshot is due."""
-    engine = make_engine(ds_config, "plain")
-    trained = train_engine(engine)
-    preemption.follow(engine, folder)
-    with follow(engine, folder, every=2) as taken:
-        for number in range(7):
-            if number == 3 and dist.get_rank():
-                os.kill(os.getpid(), signal.SIGUSR1)
-            train_steps(trained, 1)
-    return taken
+PLACE = "s3://bucket"
 
 
-def call_the_module(ds_config: dict[str, Any], folder: str) -> list[int]:
-    """List the steps of snapshots of a training by `engine.module`, which does not report the begin of a step."""
-    engine = make_engine(ds_config, "plain")
-    with follow(engine, folder, every=2) as taken:
-        for _ in range(6):
-            engine.backward(engine.module(torch.ones(1, FEATURES)).square().mean())
-            engine.step()
-    return taken
-
-
-def train_without_room(ds_config: dict[str, Any], folder: str) -> tuple[list[int], list[str]]:
-    """Return the steps of snapshots that at first do not fit into memory, and the warnings."""
-    engine, warnings = make_engine(ds_config), list[str]()
-    trained = train_engine(engine)
-    warn = mock.patch.object(snapshots.logger, "warning", lambda text, *args: warnings.append(text % args))
-    with warn, follow(engine, folder, every=2) as taken:
-        with mock.patch("deepspeed_ucp.saves.budget.count_free", return_value=1000):
-            train_steps(trained, 5)
-        train_steps(trained, 2)
-        if dist.get_rank():
-            find_state(engine).snapshots.client_state = mock.Mock(side_effect=StorageError("the client's"))
-        train_steps(trained, 4)
-    return taken, warnings
-
-
-def train_pipeline(make: Any, folder: str) -> tuple[list[int], dict[int, CapturedEngine]]:
-    """Return the steps of snapshots of a pipeline, and the state at the end of each step."""
-    trained, states = make(), dict[int, CapturedEngine]()
-    engine = next(trained)
-    with follow(engine, folder, every=2) as taken:
-        for _ in range(5):
-            next(trained)
-            states[engine.global_steps] = capture(engine)
-            if engine.global_steps == 2:
-                engine.save_checkpoint(folder)
-    return taken, states
-
-
-# --- tests
-
-
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [(Case(3, 2), Case(2, 3)), pytest.param(Case(1, 2), Case(1, 2), marks=pytest.mark.exhaustive)],
-    ids=str,
-)
-def test_a_run_resumes_from_a_snapshot(source: Case, target: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """Samples and random numbers continue, too. A save of the script to the folder replaces a snapshot."""
-    folder, elsewhere = str(tmp_path / "saved"), str(tmp_path / "elsewhere")
-    config, saves = source.saving(tmp_path / "memory").ds_config, {2: folder, 6: elsewhere}
-    whole = ucp_worlds.get(2).run(train, config, folder, 7, every=2, seed=1, saves=saves)
-    assert [each.taken for each in whole] == [[4, 6]] * 2
-    ranks.wait_for_marks(folder)
-    assert [path.name for path in (tmp_path / "saved").glob("*_step*")] == ["global_step2"]
-    assert (tmp_path / "elsewhere" / "latest").read_text() == "global_step6"
-    world, config = ucp_worlds.get(target.world), target.saving(tmp_path / "memory").ds_config
-    for rank, each in enumerate(world.run(train, config, folder, 1, every=5, seed=2)):
-        assert (each.step, each.client_state, each.taken) == (6, {"ended": 6}, [])
-        assert compare(whole[0].states[6], each.begun)[1] == []
-        if target.world == 2:
-            assert each.draws[6] == whole[rank].draws[6]
-            assert compare(whole[rank].states[7], each.states[7])[1] == []
-    shutil.rmtree(tmp_path / "memory")
-    for each in world.run(train, config, folder, 0, every=5, seed=3):
-        assert (each.step, each.client_state) == (2, {"saved": 2})
-
-
-@pytest.mark.parametrize(
-    ("seconds", "taken"),
-    [
-        pytest.param({0: 1.0}, [5, 10, 15], marks=pytest.mark.exhaustive),  # constant duration of steps
-        ({0: 0.1, 10: 2.1}, [12, 14, 16]),  # at ten steps a second step 50 would be due
-    ],
-)
-def test_all_ranks_take_snapshots_by_one_clock(
-    seconds: dict[int, float], taken: list[int], tmp_path: Path, ucp_worlds: WorldPool
+@pytest.mark.parametrize("row", params([*map(list, ALWAYS)], map(list, cover(*FACTORS)), "-".join))
+def test_saves_equal_deepspeeds_and_load_from_memory_in_another_topology(
+    row: list[str], server: Any, tmp_path: Path, ucp_worlds: WorldPool
 ) -> None:
-    work = (
-        train_by_the_clock,
-        Case(1, 2).saving(tmp_path / "memory").ds_config,
-        str(tmp_path / "saved"),
-        seconds,
-        taken[-1] + 1,
+    """The engine trains on while the save is written."""
+    name, kind_of_memory, copies, place = row
+    (source, target, options), world, swap = KINDS[name], ucp_worlds.get(2), str(tmp_path / "swap")
+    saved, reference = tmp_path / "saved", tmp_path / "own"
+    url, is_copied = f"{PLACE}/{'-'.join(row)}" if place == "s3" else str(saved), copies == "copied"
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if kind_of_memory == "tmpfs" else tmp_path) as memory:
+        section = {"memory": "$NODE_MEMORY" if is_copied else memory, "copies": int(is_copied), "wait_s": 240}
+        work = partial(run, world, memory if is_copied else "", ranks.with_options)
+        plugin, saves = {"save": section, "storage_options": server.options}, [Save(1, str(n), 1) for n in range(2)]
+        training, more = source.training(1, swap, **options), {"reference": str(reference), "read": source.read}
+        runs = work(plugin, save_each, training, url, saves, **more)
+        ranks.wait_for_marks(url)
+        if place == "s3":
+            download(url, saved)
+        check_files(reference, saved)
+        training = target.training(3, swap, **options)
+        found = [each for (each,) in work(plugin, ranks.load_each, training, [Load(url)], read=target.read)]
+        assert all(local.path.startswith(memory) for local in found)
+        state = source.keep(source.join([each[-1] for each in runs]))
+        assert target.compare(state, target.join(found))[1] == []
+
+
+def test_an_engine_loads_from_a_failing_store(server: Any, engines: Engines) -> None:
+    """A fresh and a trained engine load. The server fails some requests."""
+    from tests.stores.server import fail_first
+
+    source, place = Case(1, 3), f"{PLACE}/run"
+    saved = engines.saved(source, **SMALL)
+    put_folder(saved.folder, place)
+    with server.failing(fail_first(1, "503", having="optim")):
+        for case in few([Case(3, 2), source], 1):
+            target, loads = case.on(storage_options=server.options), (Load(place), Load(f"{place}/", before=1))
+            for outcome in engines.load(target, *loads, **SMALL):
+                outcome.check(saved, direct=True)
+                assert all(str(local.path).startswith(f"{place}/") for local in outcome.ranks)
+
+
+def download(url: str, folder: Path) -> None:
+    """Copy a store to a folder with the files of each tag in the tag's folder."""
+    for name in list_tree(url):
+        path = folder / re.sub(rf"{re.escape(UPLOAD)}[^/]+/", "", name)
+        if path.name == PUBLISHED:
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(read_small(f"{url}/{name}"))
+
+
+# --- saves without memory, after a resume, and skipped damaged saves
+
+PAIRS = [
+    (Case(1, 3, "bf16"), Case(3, 2, "bf16")),
+    (Case(3, 3), Case(1, 2)),
+    (Case(0, 3), Case(2, 2)),
+    (Case(2, 2, "fp16"), Case(0, 3, "fp16")),
+    (Case(3, 2, "bf16"), Case(3, 3, "bf16").on(seal=True)),
+    (Case(1, 2), Case(1, 3).on(seal=True)),
+    (Case(3, 2), Case(0, 3)),
+    (Case(0, 2, "bf16"), Case(1, 3, "bf16", config=SUMS_IN_FP32)),
+]
+BF16_3D = pipe(2, 2, precision="bf16", fp32_grads=True)
+PAIRS_3D = [
+    resume(plain(2, 2, world=2), pipe(1, 2, world=2)),
+    resume(pipe(2, 2), pipe(1, 2)),
+    resume(BF16_3D, pipe(4)),
+    resume(pipe(), BF16_3D),
+    resume(plain(2, 2, model="llama"), plain(1, 3, sp=2)),
+    resume(plain(2, 2, model="llama"), plain(4)),
+]
+CHOSEN_PAIRS = [PAIRS[0], PAIRS[3], PAIRS[5], PAIRS_3D[0]]
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), params(CHOSEN_PAIRS, [*PAIRS, *PAIRS_3D], lambda pair: "->".join(map(str, pair)))
+)
+def test_a_save_after_a_resume_loads_in_deepspeed_and_in_the_source(
+    source: Kind, target: Kind, engines: Engines, tmp_path: Path
+) -> None:
+    """DeepSpeed without the plugin loads the source's state, a resume back restores it, and files equal DeepSpeed's."""
+    is_case = isinstance(source, Case)
+    options = MIXED if is_case else {}
+    saved = engines.saved(source, **options)
+    (first,) = engines.load(target, Load(str(saved.folder), again=str(tmp_path), steps=2), **options)
+    if is_case:
+        assert not first.errors and all(local.direct for local in first.ranks)
+    else:
+        first.check(saved, direct=True, least=81)
+    without_plugin = target.but(config={key: value for key, value in target.config.items() if key != "checkpoint"})
+    (alone,) = engines.load(without_plugin, tmp_path, plugin=False, **options)
+    assert all(local.direct is None for local in alone.ranks)
+    if not is_case:
+        alone.state = join([mend_copies(local) for local in alone.ranks], target.model)
+    found = (
+        target.compare(saved.state, alone.state)[1] if is_case else without_plugin.compare(first.state, alone.state)[1]
     )
-    assert ucp_worlds.get(2).run(*work) == [taken] * 2
+    assert not found, "\n".join(found[:20])
+    assert alone.losses == pytest.approx(first.losses, rel=target.find_tolerance(source))
+    if is_case:
+        assert describe_files(tmp_path) == describe_files(engines.saved(without_plugin, **options).folder)
+        assert any(tmp_path.rglob(SEAL)) == (target != without_plugin)
+        (back,) = engines.load(source, tmp_path, **options)
+        back.check(saved, direct=True, losses=False)
 
 
-def test_a_signaled_job_saves_only_once(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    work = train_until_signaled, Case(1, 2).saving(tmp_path / "memory").ds_config, str(tmp_path / "saved")
-    assert ucp_worlds.get(2).run(*work) == [[2, 6]] * 2
-    assert (tmp_path / "saved" / "latest").read_text() == "global_step4"
+def mend_copies(local: Local) -> Local:
+    """Restore copies that DeepSpeed restores only in the next step: a tied layer with a forward_fn has no file."""
+    for name, state in local.state.parameters.items():
+        if local.state.parallel.pp_rank and name.startswith("tied_modules.") and state.fp32 is not None:
+            state.value = state.fp32.to(state.value.dtype)
+    return local
 
 
-def test_snapshots_are_taken_at_step_ends_if_the_engine_is_not_called(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    config = Case(1, 2).saving(tmp_path / "memory").ds_config
-    assert ucp_worlds.get(2).run(call_the_module, config, str(tmp_path)) == [[3, 5]] * 2
+def describe_files(folder: Path) -> dict[str, Any]:
+    found = {}
+    for path in sorted(folder.rglob("*_states.pt")):
+        tree = torch.load(path, weights_only=False)
+        tree.pop("ds_config", None)
+        found[str(path.relative_to(folder))] = tree_map(describe_value, tree)
+    return found
 
 
-def test_training_continues_if_a_snapshot_fails(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """The folder remains empty, and each cause is logged once."""
-    work = train_without_room, Case(1, 2).saving(tmp_path / "memory").ds_config, str(tmp_path / "saved")
-    (taken, warnings), (_, others) = ucp_worlds.get(2).run(*work)
-    assert taken == [2, 4, 6] and others == []
-    assert len(warnings) == 2 and "no snapshot of step 2" in warnings[0] and "MiB are free" in warnings[0]
-    assert "no snapshot of step 8" in warnings[1] and "the client's" in warnings[1]
-    assert not (tmp_path / "saved").exists()
+def describe_value(value: Any) -> str:
+    return f"{value.dtype}{tuple(value.shape)}" if torch.is_tensor(value) else type(value).__name__
 
 
-@pytest.mark.exhaustive
-def test_stages_of_a_pipeline_take_snapshots_at_the_same_step(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    make = pipe(1, 2, method="uniform", world=2, model="EBBH").saving(tmp_path / "memory").training()
-    world, folder = ucp_worlds.get(2), str(tmp_path / "saved")
-    runs = world.run(train_pipeline, make, folder)
-    for (taken, states), (local,) in zip(runs, world.run(ranks.load_each, make, [Load(folder)]), strict=True):
-        assert (taken, local.state.counters["global_steps"]) == ([4], 4)
-        assert compare(states[4], local.state)[1] == []
+# On one rank stage 3 has no padding, which DeepSpeed saves uninitialised.
+@pytest.mark.parametrize("case", [Case(stage, 1 + (stage < 3), "bf16").on() for stage in (0, 1, 2, 3)], ids=str)
+def test_plugin_does_not_change_a_save(case: Case, engines: Engines) -> None:
+    """Equal trainings with and without the plugin write equal files."""
+    ours, theirs = (engines.save(case, plugin=plugin, **MIXED).folder for plugin in (True, False))
+    assert ranks.files_that_differ(ours, theirs) == []
+    assert any(ours.rglob("*_states.pt"))
+
+
+NEWEST = "global_step3/zero_pp_rank_1_mp_rank_00_optim_states.pt"
+
+
+@pytest.mark.parametrize("target", params([Case(2, 2)], [Case(1, 3)], str))
+def test_fallback_loads_the_newest_complete_checkpoint(target: Case, engines: Engines) -> None:
+    """Also in the same topology. Without a complete one all are listed."""
+    folder = engines.save(Case(1, 3), steps=(2, 1), after=0, **MIXED).folder
+    (folder / NEWEST).unlink()
+    (refused,) = engines.load(target, folder, **MIXED)
+    refused.check_refused("CheckpointError")
+    (outcome,) = engines.load(target.on(fallback=True), folder, **MIXED)
+    for rank, local in enumerate(outcome.ranks):
+        assert local.state.counters["global_steps"] == 2
+        warnings = local.list_messages("WARNING", "skipped")
+        assert len(warnings) == (rank == 0) and all(Path(NEWEST).name in text for text in warnings)
+    (folder / NEWEST.replace("step3", "step2")).unlink()
+    (refused,) = engines.load(target.on(fallback=True), folder, **MIXED)
+    refused.check_refused("CheckpointError", "none of its 2 checkpoints", "global_step2", "global_step3")

@@ -106,7 +106,7 @@ def test_resume_equivalence_finds_spoiled_state(spoil: str, resume_equivalence: 
         assert word in str(caught.value)
 
 
-def rank(*_: object) -> int:
+def rank() -> int:
     return int(os.environ["RANK"])
 
 
@@ -116,40 +116,49 @@ def gather_ranks() -> list[int]:
     return found
 
 
-def fail_on(which: int, hang: bool) -> int:
+def fail_on(which: int, how: str = "raise", here: str = "") -> int:
+    """Raise, exit or hang on one rank; others return, or wait for it."""
     if rank() == which:
+        if how == "exit":
+            os._exit(3)
+        if how == "hang":
+            Path(here).touch()
+            time.sleep(600)
         raise ValueError(f"rank {which} cannot go on")
-    if hang:
+    if how == "others-wait":
         dist.barrier()
     return rank()
 
 
-def hang_on(which: int, here: str) -> None:
-    if rank() == which:
-        Path(here).touch()
-        time.sleep(600)
-
-
-def exit_early(which: int) -> None:
-    if rank() == which:
-        os._exit(3)
-
-
-def test_several_calls_on_one_world() -> None:
+def test_several_calls_on_one_world_and_its_end() -> None:
+    """Ranks are stopped between calls. A closed world leaves no processes or files."""
     with World(2) as world:
-        pids = world.run(os.getpid)
+        pids, folder = world.run(os.getpid), world._folder
         assert world.run(gather_ranks) == [[0, 1], [0, 1]]
+        wait_until(lambda: [state_of(pid) for pid in pids] == ["T", "T"])
         assert world.run(os.getpid) == pids
         assert len({*pids, os.getpid()}) == 3
+        buffers = set(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"))
     with pytest.raises(RuntimeError, match="closed"):
         world.run(os.getpid)
+    assert not folder.exists()
+    assert not [pid for pid in pids if state_of(pid) not in ("", "Z", "X")]
+    assert not [left for left in buffers if str(world._port) in left.name]
 
 
-@pytest.mark.parametrize("hang", [False, True], ids=["others-return", "others-wait"])
-def test_an_error_of_a_rank_is_raised_in_the_caller(hang: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def state_of(pid: int) -> str:
+    """Return the state of a process; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+@pytest.mark.parametrize("how", ["others-return", "others-wait"])
+def test_an_error_of_a_rank_is_raised_in_the_caller(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deepspeed_ucp.testing.world._GRACE", 1.0)
     with pytest.raises(ValueError, match="rank 1 cannot go on") as caught, World(2) as world:
-        world.run(fail_on, 1, hang)
+        world.run(fail_on, 1, how)
     assert isinstance(caught.value.__cause__, WorldFailure)
     assert "fail_on" in caught.value.__cause__.errors[1]
 
@@ -190,10 +199,10 @@ def test_a_hung_rank_is_an_error_with_its_stack(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr("deepspeed_ucp.testing.world.wait", wait)
     with World(2) as world, pytest.raises(WorldTimeout) as caught:
-        world.run(hang_on, 1, str(here), timeout=500)
+        world.run(fail_on, 1, "hang", str(here), timeout=500)
     assert 500 >= timeouts[0] > timeouts[1] >= 0
     assert list(caught.value.errors) == [1]
-    assert "hang_on" in caught.value.errors[1]  # the stack of the rank
+    assert "fail_on" in caught.value.errors[1]  # the stack of the rank
 
 
 @pytest.mark.parametrize(("which", "code"), [(1, 3), (0, -9)], ids=["in a call", "between two calls"])
@@ -203,7 +212,7 @@ def test_the_death_of_a_rank_is_an_error(which: int, code: int) -> None:
         if code < 0:
             os.kill(pids[which], -code)
         with pytest.raises(WorldFailure) as caught:
-            world.run(rank if code < 0 else exit_early, which)
+            world.run(fail_on, -1 if code < 0 else which, "exit")
     assert f"exit code {code}" in caught.value.errors[which]
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
@@ -212,36 +221,8 @@ def test_a_pool_replaces_a_broken_world() -> None:
     with WorldPool() as worlds:
         pids = worlds.get(1).run(os.getpid)
         with pytest.raises(ValueError, match="rank 0"):
-            worlds.get(1).run(fail_on, 0, False)
+            worlds.get(1).run(fail_on, 0)
         assert worlds.get(1).run(os.getpid) != pids
-
-
-def test_a_closed_world_leaves_no_processes_or_files() -> None:
-    with World(2) as world:
-        pids = world.run(os.getpid)
-        folder = world._folder
-        before = set(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"))
-    assert not folder.exists()
-    assert not [pid for pid in pids if state_of(pid) not in ENDED]
-    assert not [left for left in before if str(world._port) in left.name]
-
-
-def test_ranks_are_stopped_between_calls(ucp_worlds: WorldPool) -> None:
-    world = ucp_worlds.get(2)
-    pids = world.run(os.getpid)
-    wait_until(lambda: [state_of(pid) for pid in pids] == ["T", "T"])
-    assert world.run(gather_ranks) == [[0, 1], [0, 1]]
-
-
-ENDED = ("", "Z", "X")
-
-
-def state_of(pid: int) -> str:
-    """Return the state of a process; empty if it has ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
 
 
 @pytest.mark.parametrize("world_size", [0, -1])

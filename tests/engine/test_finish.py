@@ -1,7 +1,10 @@
-"""The last phase of loads: stale copies, clipping, loss scaling, scalars of the optimizer; blocked engines."""
+"""The last phase of loads: stale copies, clipping, scaling, scalars of the optimizer, blocked engines, kept objects."""
 
 from __future__ import annotations
 
+import copy
+import logging
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -9,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from deepspeed.runtime.lr_schedules import WarmupLR
-from torch.optim.lr_scheduler import MultiStepLR, StepLR
+from torch.optim.lr_scheduler import LambdaLR, MultiStepLR, SequentialLR, StepLR
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.engine.finish import (
@@ -22,9 +25,12 @@ from deepspeed_ucp.engine.finish import (
 )
 from deepspeed_ucp.engine.guard import block_engine, release
 from deepspeed_ucp.engine.optimizer import probe_optimizer, restore_scalar
+from deepspeed_ucp.engine.references import keep_references, replace_method
 from deepspeed_ucp.engine.rule import watch_edits
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import CheckpointError, MismatchError
+from tests.support.direct import UpstreamEngine
+from tests.support.engines.ranks import is_same
 
 
 @pytest.mark.parametrize(("engine", "refreshed"), [({"is_pipe_parallel": True}, True), ({}, False)])
@@ -171,31 +177,24 @@ def test_the_extra_state_of_a_shared_module_has_every_name() -> None:
 # --- a broken engine neither steps nor saves until a load succeeds
 
 
-class Engine:
+class Engine(UpstreamEngine):
     """An engine with some of the blocked methods."""
-
-    def step(self) -> str:
-        return "stepped"
 
     def save_checkpoint(self, folder: str, **_: Any) -> str:
         return f"saved to {folder}"
 
 
 def test_a_blocked_engine_raises_until_it_is_released() -> None:
-    engine = Engine()
+    """A method that the script has replaced is restored."""
+    engine: Any = Engine()
     assert block_engine(engine, OSError("gone."), with_states=True) == find_state(engine).broken
     for use in (engine.step, lambda: engine.save_checkpoint("here", tag="t")):
         with pytest.raises(CheckpointError, match="gone.*a part of the checkpoint"):
             use()
     assert not hasattr(engine, "train_batch")
     release(engine)
-    assert engine.step() == "stepped"
-    assert engine.save_checkpoint("here") == "saved to here"
+    assert (engine.step(), engine.save_checkpoint("here")) == ("stepped", "saved to here")
     assert vars(engine).keys() <= {"_ucp_state"}
-
-
-def test_release_restores_a_method_that_the_script_has_replaced() -> None:
-    engine: Any = Engine()
     engine.step = script_step = lambda: "the script's"
     for text in ("once", "twice"):
         block_engine(engine, OSError(text), with_states=False)
@@ -203,3 +202,131 @@ def test_release_restores_a_method_that_the_script_has_replaced() -> None:
         engine.step()
     release(engine)
     assert engine.step is script_step
+
+
+# --- loads update the existing objects of optimizers, loss scalers and schedulers
+
+
+def make_optimizer(kind: Any = torch.optim.AdamW, **options: Any) -> Any:
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = kind([{"params": [param]} for param in params], **options)
+    for group in optimizer.param_groups:
+        group["lr"] = copy.deepcopy(group["lr"])  # groups share a tensor by default
+        group["params"][0].grad = torch.ones(3)
+    optimizer.step()
+    return optimizer
+
+
+def make_engine(optimizer: Any, scheduler: Any = None, wrapper: Any = None) -> Any:
+    """Make an engine with the fields that a load reads."""
+    wrapper = optimizer if wrapper is None else wrapper
+    module = torch.nn.Linear(2, 2)
+    return SimpleNamespace(
+        optimizer=wrapper, basic_optimizer=optimizer, lr_scheduler=scheduler, module=module, global_rank=0
+    )
+
+
+def list_objects(optimizer: Any) -> Iterator[Any]:
+    yield from (optimizer.param_groups, optimizer.state)
+    for group in optimizer.param_groups:
+        yield from (group, group["params"], group["lr"])
+        for param in group["params"]:
+            yield from (param, optimizer.state[param], *optimizer.state[param].values())
+
+
+def change(state: dict[str, Any]) -> dict[str, Any]:
+    state = copy.deepcopy(state)
+    for number, group in enumerate(state["param_groups"]):
+        group |= {"lr": group["lr"] * (2 + number), "betas": (0.1, 0.2)}
+        state["state"][number] = {key: value + 1 for key, value in state["state"][number].items()}
+    return state
+
+
+class Combined(torch.optim.AdamW):
+    """Delegates its last group to another optimizer, and again after a load, like DeepSpeed's Muon."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups)
+        self.other = torch.optim.SGD([{**self.param_groups[-1]}])
+        self.other.param_groups = self.param_groups[-1:]
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        self.other.param_groups = self.param_groups[-1:]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.AdamW, {}),
+        (torch.optim.AdamW, {"lr": torch.tensor(0.25), "foreach": False}),
+        (torch.optim.SGD, {"lr": 0.5, "momentum": 0.9}),
+        (Combined, {}),
+    ],
+    ids=["adamw", "tensor", "sgd", "combined"],
+)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_load_changes_the_existing_objects_of_an_optimizer(kind: Any, options: Any, wrapped: bool) -> None:
+    optimizer = make_optimizer(kind, **options)
+    saved, expected = change(optimizer.state_dict()), make_optimizer(kind, **options)
+    expected.load_state_dict(copy.deepcopy(saved))
+    wrapper = SimpleNamespace(inside=[optimizer], param_groups=optimizer.param_groups) if wrapped else None
+    engine, held = make_engine(optimizer, wrapper=wrapper), list(list_objects(optimizer))
+    with keep_references(engine):
+        optimizer.load_state_dict(saved)
+    kept = zip(held, list_objects(optimizer), strict=True)
+    assert [old for old, new in kept if old is not new and not isinstance(old, float)] == []
+    assert is_same(optimizer.state_dict(), expected.state_dict())
+    if kind is Combined:
+        assert optimizer.other.param_groups[0] is optimizer.param_groups[-1]
+    assert "__setstate__" not in vars(optimizer)
+
+
+def test_groups_that_share_a_tensor_get_separate_loaded_values() -> None:
+    optimizer = make_optimizer(lr=torch.tensor(0.25), foreach=False)
+    saved = change(optimizer.state_dict())
+    shared = optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"]
+    with keep_references(make_engine(optimizer)):
+        optimizer.load_state_dict(saved)
+    first, second = (group["lr"] for group in optimizer.param_groups)
+    assert (first.item(), second.item()) == (0.5, 0.75)
+    assert first is shared
+
+
+class Replacing(torch.optim.SGD):
+    """Replaces its param groups without torch's `load_state_dict`."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.param_groups = [{**group} for group in self.param_groups]
+
+
+def test_an_optimizer_that_replaces_its_param_groups_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer = make_optimizer(Replacing)
+    with caplog.at_level(logging.WARNING, "deepspeed_ucp"), keep_references(make_engine(optimizer)):
+        optimizer.load_state_dict(optimizer.state_dict())
+    (message,) = caplog.messages
+    assert message.startswith("Replacing.load_state_dict has replaced the optimizer's param groups")
+
+
+def test_schedulers_keep_references_and_load_other_attributes() -> None:
+    """A scheduler in another one has groups and parameters in attributes, which are part of its state dict."""
+    optimizer = make_optimizer()
+    parts: list[Any] = [LambdaLR(optimizer, lambda step: 1 / (1 + step)) for _ in range(2)]
+    groups, params = optimizer.param_groups, [group["params"][0] for group in optimizer.param_groups]
+    inner, scheduler = parts[0], SequentialLR(optimizer, parts, [5])
+    vars(inner).update(groups=groups, params=params, numbers=[1, 2])
+    saved = copy.deepcopy(scheduler.state_dict())
+    saved["_schedulers"][0]["numbers"] = [3]
+    with keep_references(make_engine(optimizer, scheduler)):
+        scheduler.load_state_dict(saved)
+    assert inner.groups is groups is optimizer.param_groups
+    assert inner.params is params
+    assert inner.numbers == [3]
+
+
+def test_a_replaced_method_is_restored_after_an_error() -> None:
+    holder = SimpleNamespace(own=len)
+    with pytest.raises(TypeError), replace_method(holder, "own", max), replace_method(holder, "new", min):
+        holder.own(holder.new(1, 2))
+    assert vars(holder) == {"own": len}

@@ -152,29 +152,6 @@ def test_universal_checkpoint_info_becomes_plain_data() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "lane", "parallel", "over_tp", "expected"),
-    [
-        (
-            [4, 6],
-            [4, 6],
-            ParallelState(0, 2, 1, 2, 0, 2),
-            False,
-            [0, 2],
-        ),  # one tensor-parallel rank of the second stage
-        ([5], [5, 7], ParallelState(1, 2, 1, 2, 0, 2), False, [1]),
-        ([0, 4], [0, 2, 4, 6], ParallelState(0, 2, 0, 1, 0, 4), False, [0, 4]),
-        ([5, 6], [5, 7], ParallelState(1, 2, 1, 2, 0, 2), True, [1, 2]),  # both tensor-parallel ranks
-        ([0, 1, 2, 3], [1, 3], ParallelState(1, 2, 0, 1, 0, 2), True, [0, 1, 2, 3]),
-        ([3], [0, 2, 1, 3], ParallelState(0, 1, 0, 1, 3, 4), False, [3]),  # in the group's order
-    ],
-)
-def test_ranks_of_a_group_are_numbered_within_their_stage(
-    ranks: list[int], lane: list[int], parallel: ParallelState, expected: list[int], *, over_tp: bool
-) -> None:
-    assert list(engine._number_ranks(ranks, lane, parallel, over_tp=over_tp)) == expected
-
-
-@pytest.mark.parametrize(
     ("ranks", "lane", "words"),
     [([0, 1, 3], [0, 2, 4], "not evenly spaced"), ([0, 3], [0, 1, 2], "side by side")],
 )

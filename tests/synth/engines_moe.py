@@ -74,7 +74,7 @@ class CaseMoE(RealSave):
         options: dict[str, Any] = {"max_group": self.topology.max_group} if self.topology.max_group else {}
         if self.fused:
             options["biased"] = False  # that buffer is saved under two names, as no other is
-        return self._engines.make(self._spread, 1, **options)
+        return next(self._spread.training(1, **options)())
 
     def step(self, engine: Any) -> None:
         self._engines.step(engine)

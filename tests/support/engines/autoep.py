@@ -23,7 +23,7 @@ from deepspeed_ucp.model.storage import strip_compiled
 from tests.support.engines import experts as engine_experts
 from tests.support.engines import reading
 from tests.support.engines.experts import ADAM
-from tests.support.engines.kinds import Kind, forget_groups, mean_square, step_on_noise
+from tests.support.engines.kinds import Kind, mean_square, step_on_noise
 from tests.support.engines.ranks import edit
 from tests.support.engines.reading import States, join
 
@@ -67,13 +67,13 @@ class Spread(Kind):
         zero = {"reduce_scatter": False} if self.muon and self.stage == 3 else {}
         if self.kind == "autoep":
             more["expert_parallel"] = {"enabled": True, "autoep_size": self.ep, "use_grouped_mm": False}
+            if self.pp > 1:
+                more["expert_parallel"] |= {"preset_model": "mixtral", "moe_layer_pattern": r"\d+\.mlp"}
         if self.tp > 1:
             more["tensor_parallel"] = cut_dense(self.tp)
         if self.muon:
             params = {"lr": 0.02, "muon_lr": 0.05, "momentum": 0.9}
             more["optimizer"] = {"type": "Muon", "params": params | ({} if self.stage else {"torch_adam": True})}
-        if self.pp > 1:
-            more["expert_parallel"] |= {"preset_model": "mixtral", "moe_layer_pattern": r"\d+\.mlp"}
         return self.make_config(zero, **more)
 
     def join(self, ranks: Sequence[Any]) -> States:
@@ -222,8 +222,6 @@ class Model(Stack):
 
 
 def make(spread: Spread, seed: int, *, frozen: bool = False, biased: bool | None = None) -> Any:
-    forget_groups()
-    torch.manual_seed(seed)
     biased = spread.biased and spread.kind == "autoep" if biased is None else biased
     module: Any = Model(spread.kind, spread.experts, spread.ep, frozen=frozen, biased=biased)
     module = make_pipeline(module, spread) if spread.pp > 1 else module

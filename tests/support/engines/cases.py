@@ -16,7 +16,7 @@ from deepspeed_ucp.testing.capture import CapturedEngine, capture
 from deepspeed_ucp.testing.compare import compare
 from tests.releases import DEEPSPEED
 from tests.support import fsdp_run
-from tests.support.engines.kinds import Kind, allow_fp16_on_cpu, forget_autocast, take_step
+from tests.support.engines.kinds import Kind, prepare, take_step
 from tests.support.engines.models import MODELS, OPTIMIZERS, param_groups
 
 BATCH = 60  # samples per step; 1, 2, 3, 4, 5 and 6 ranks share them evenly
@@ -65,12 +65,25 @@ class Case(Kind):
         return not (same and not (source.stage == 0 and source.precision == "bf16" and Version("0.17.6") > DEEPSPEED))
 
 
+class Built(Case):
+    """Data parallelism of the module that `build` of a subclass makes."""
+
+    @property
+    def ds_config(self) -> dict[str, Any]:
+        zero = {"stage3_param_persistence_threshold": 0}
+        return self.make_config(zero, optimizer={"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}})
+
+    def make(self, seed: int, **options: Any) -> Any:
+        module: Any = self.build(**options)  # type: ignore[attr-defined]
+        trained = [param for param in module.parameters() if param.requires_grad]
+        return deepspeed.initialize(model=module, model_parameters=trained, config=self.ds_config)[0]
+
+
 @dataclass(frozen=True)
 class Idle(Case):
     """An engine without optimizer; its buffers change in each forward pass."""
 
     def make(self, seed: int, model: str = "mixed") -> Any:
-        torch.manual_seed(seed)
         return deepspeed.initialize(model=MODELS[model](), config=self.ds_config)[0]
 
     @staticmethod
@@ -131,9 +144,7 @@ def make_engine(
         scheduler: add a learning-rate scheduler, by default LambdaLR; the callable takes the optimizer.
         zero_init: build the model under `deepspeed.zero.Init`, partitioned from the start.
     """
-    allow_fp16_on_cpu()
-    forget_autocast()
-    torch.manual_seed(seed)
+    prepare(seed)
     with deepspeed.zero.Init(config_dict_or_path=ds_config) if zero_init else nullcontext():
         module = MODELS[model]()
     groups = param_groups(module, uniform=optimizer.endswith("_uniform"), by_dtype=optimizer.endswith("_by_dtype"))

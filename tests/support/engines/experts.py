@@ -22,7 +22,7 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_group, bwc_tensor_mode
 from torch import Tensor, nn
 
 from tests.support.engines import reading
-from tests.support.engines.kinds import SUMS_IN_FP32, Kind, forget_groups, step_on_noise
+from tests.support.engines.kinds import SUMS_IN_FP32, Kind, step_on_noise
 from tests.support.engines.reading import States, join
 
 sys.path.append(str(Path(__file__).parents[3] / "examples" / "megatron_gpt"))
@@ -217,11 +217,9 @@ def make_module(spread: Spread, line: Line | None = None) -> Plain:
 def make(spread: Spread, seed: int, max_group: int | None = None) -> Any:
     """Make the engine; ``max_group``: most elements of a group of experts."""
     mappings._gather_tokens = gather_tokens
-    forget_groups()
     groups.expert_tensor_parallel_world_size = 1
     state = ParallelState(spread.tp, spread.pp)
     line = state.tensor if spread.tp > 1 else None
-    torch.manual_seed(seed)
     mpu = state.make_mpu() if spread.tp > 1 and spread.pp == 1 else None
     if spread.pp > 1:
         topology = PipeModelDataParallelTopology(num_pp=spread.pp, num_mp=spread.tp, num_dp=spread.dp)

@@ -17,7 +17,7 @@ from torch.nn import functional
 from deepspeed_ucp.testing.capture import capture
 from tests.support.engines import autoep as engine_autoep
 from tests.support.engines.autoep import EXPERTS, HIDDEN, Stack, make_block, make_pipeline
-from tests.support.engines.kinds import Kind, allow_fp16_on_cpu, enable, forget_groups, mean_square
+from tests.support.engines.kinds import Kind, mean_square
 from tests.support.engines.reading import States
 
 STEPS = 3
@@ -26,40 +26,27 @@ MATRICES, VECTORS = {"lr": 1e-2, "weight_decay": 0.1}, {"lr": 3e-3, "weight_deca
 
 
 @dataclass(frozen=True)
-class Target(Kind):
+class Target(engine_autoep.Spread):
     """An engine.
 
     Attributes:
-        kind: form of its experts, as in :class:`.autoep.Spread`.
         compiled: the model comes from ``torch.compile``.
         half: has no masters in fp32: ``masters`` and moments, by the configuration; or ``client``, a model in bf16
             without any such configuration.
     """
 
     kind: str = "fused"
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
     compiled: bool = False
     half: str = ""
 
-    universal: ClassVar[Any] = True
+    universal: ClassVar[Any] = {"patterns": engine_autoep.PATTERNS}
 
     @property
     def ds_config(self) -> dict[str, Any]:
-        more: dict[str, Any] = {
-            "optimizer": {"type": "AdamW", "params": {"lr": 5e-2, "weight_decay": 0.5, "torch_adam": True}}
-        }
+        adam = {"type": "AdamW", "params": {"lr": 5e-2, "weight_decay": 0.5, "torch_adam": True}}
+        config = {**super().ds_config, "optimizer": adam}
         if self.half == "masters":
-            more["bf16"] = enable("bf16")["bf16"] | {
-                "bf16_master_weights_and_grads": True,
-                "bf16_optimizer_states": True,
-            }
-        if self.kind == "autoep":
-            more["expert_parallel"] = {"enabled": True, "autoep_size": self.ep, "use_grouped_mm": False}
-        if self.tp > 1:
-            more["tensor_parallel"] = engine_autoep.cut_dense(self.tp)
-        config = self.make_config(**more)
+            config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
         if self.half == "client":
             del config[self.precision]
         return config
@@ -113,12 +100,7 @@ def sort_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
 
 
 def save(
-    folder: str,
-    *,
-    flatten: bool = False,
-    tp: int = 1,
-    apart: bool = False,
-    dtype: str = "float32",
+    folder: str, *, flatten: bool = False, tp: int = 1, apart: bool = False, dtype: str = "float32"
 ) -> list[float]:
     """Train under FSDP2, save, train on. Returns the losses after the save.
 
@@ -126,10 +108,17 @@ def save(
         tp: ranks of tensor parallelism, over which two matrices of a layer are cut first.
         apart: save model and optimizer in two folders, as Accelerate does.
     """
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
     torch.manual_seed(5)
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
     model = make_model().to(getattr(torch, dtype))
-    _shard(model, mesh, tp)
+    for layer in model.model.layers:
+        if tp > 1:
+            parallelize_module(layer, mesh["tp"], {"dense.0": ColwiseParallel(), "dense.1": RowwiseParallel()})
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
     matrices, vectors = sort_parameters(model)
     parts = [{"params": matrices, **MATRICES}, {"params": vectors, **VECTORS}]
     optimizer = torch.optim.AdamW(parts, foreach=False)
@@ -141,17 +130,6 @@ def save(
     else:
         dcp.save({"model": weights, "optim": states}, checkpoint_id=folder)
     return _train(model, optimizer, range(STEPS, STEPS + 2))
-
-
-def _shard(model: Stack, mesh: Any, tp: int) -> None:
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    for layer in model.model.layers:
-        if tp > 1:
-            parallelize_module(layer, mesh["tp"], {"dense.0": ColwiseParallel(), "dense.1": RowwiseParallel()})
-        fully_shard(layer, mesh=mesh["dp"])
-    fully_shard(model, mesh=mesh["dp"])
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
@@ -171,9 +149,6 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> 
 
 def make(target: Target, seed: int) -> Any:
     """Make an engine with other weights and the param groups in reverse order."""
-    forget_groups()
-    allow_fp16_on_cpu()
-    torch.manual_seed(seed)
     module: Any = make_model(target.kind, target.ep)
     if target.pp > 1:
         module = make_pipeline(module, target)

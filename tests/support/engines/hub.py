@@ -23,30 +23,15 @@ from transformers import (
 
 from tests.support.engines import kinds
 from tests.support.engines.experts import ADAM
-from tests.support.engines.kinds import forget_groups, mean_square, take_step
+from tests.support.engines.kinds import mean_square, take_step
 from tests.support.hub import SIZES
 
-COMMON = {**SIZES, "max_position_embeddings": 32, "attention_dropout": 0.0}
+COMMON = {**SIZES, "max_position_embeddings": 32, "attention_dropout": 0.0, "num_experts_per_tok": 2}
+ROUTED = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
 MODELS: dict[str, tuple[Any, Any]] = {
-    "mixtral": (MixtralForCausalLM, MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2)),
-    "deepseek": (
-        DeepseekV3ForCausalLM,
-        DeepseekV3Config(
-            **COMMON,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=12,
-            n_shared_experts=1,
-            n_group=2,
-            topk_group=1,
-            first_k_dense_replace=1,
-            kv_lora_rank=8,
-            q_lora_rank=8,
-            qk_rope_head_dim=4,
-            qk_nope_head_dim=4,
-            v_head_dim=8,
-        ),
-    ),
+    "mixtral": (MixtralForCausalLM, MixtralConfig(**COMMON, num_local_experts=4)),
+    "deepseek": (DeepseekV3ForCausalLM, DeepseekV3Config(**COMMON, **ROUTED, **LATENT, moe_intermediate_size=12)),
 }
 # DeepSpeed 0.19.8 expects a dict of recorders of router logits, which transformers 5.23 does not have.
 TransformersTopLevelRouterLogitsAdapter.retarget_transformers_output_recorders = lambda *_args, **_options: None
@@ -78,8 +63,6 @@ class Kind(kinds.Kind):
 
 
 def make(kind: Kind, seed: int) -> Any:
-    forget_groups()
-    torch.manual_seed(seed)
     model, config = MODELS[kind.model]
     module = model(config)
     return deepspeed.initialize(model=module, model_parameters=module.parameters(), config=kind.ds_config)[0]

@@ -177,32 +177,30 @@ def _describe(name: str, value: Any) -> list[str]:
 def run(kind: Kind, seed: int, options: Mapping[str, Any]) -> Generator[Any, None, None]:
     torch._dynamo.config.disable = True  # Muon's compiled update needs minutes; names of compiled models stay
     with kind.surround():
+        prepare(seed)
         engine = kind.home.make(kind, seed, **options)
         yield engine
         while True:
             yield kind.home.step(engine)
 
 
-def forget_groups() -> None:
-    """Clear DeepSpeed's groups of experts, which it names by the degree and not by the order of ranks."""
+def prepare(seed: int) -> None:
+    """Prepare the process for an engine: undo what DeepSpeed keeps of earlier ones for the whole process.
+
+    Groups of experts are named by the degree and not by the order of ranks. A CPU without AMX-FP16 gets fp16, which
+    torch supports.
+    """
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
     groups._EXPERT_PARALLEL_GROUP.clear()
     groups._EXPERT_DATA_PARALLEL_GROUP.clear()
     groups.mpu = None
-
-
-def allow_fp16_on_cpu() -> None:
-    """Let DeepSpeed use fp16 on a CPU without AMX-FP16, which torch supports."""
-    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-
+    autocast: Any = sys.modules.get("deepspeed.runtime.torch_autocast")
+    if autocast is not None:
+        autocast.TORCH_AUTOCAST_INITIALIZED, autocast.TORCH_AUTOCAST_DTYPE = False, None
     CPU_Accelerator.is_fp16_supported = lambda self: True
     CPU_Accelerator.supported_dtypes = lambda self: [torch.float, torch.bfloat16, torch.float16]  # used by 0.16
-
-
-def forget_autocast() -> None:
-    """Undo the torch_autocast of an earlier engine, which DeepSpeed keeps for the whole process."""
-    module: Any = sys.modules.get("deepspeed.runtime.torch_autocast")
-    if module is not None:
-        module.TORCH_AUTOCAST_INITIALIZED, module.TORCH_AUTOCAST_DTYPE = False, None
+    torch.manual_seed(seed)
 
 
 def mean_square(output: Tensor, _label: Tensor) -> Tensor:

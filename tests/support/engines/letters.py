@@ -16,7 +16,6 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from deepspeed_ucp.engine.parallel import find_parallel_state
-from tests.support.engines.kinds import allow_fp16_on_cpu
 
 if TYPE_CHECKING:
     from tests.support.engines.parallel import Launch
@@ -26,8 +25,6 @@ WIDTH = 6
 
 def make(launch: Launch, seed: int) -> Any:
     """Make a PipelineEngine. Only matrices have weight decay."""
-    allow_fp16_on_cpu()
-    torch.manual_seed(seed)
     module = (pipe.DualPipeVModule if launch.dual else pipe.PipelineModule)(
         [make_layer(letter) for letter in launch.model],
         num_stages=launch.pp,

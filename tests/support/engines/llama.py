@@ -39,7 +39,6 @@ MODELS: dict[str, dict[str, Any]] = {
 def make(launch: Launch, seed: int) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(seed)
     sizes = {"vocab_size": VOCABULARY, "intermediate_size": 22, "num_hidden_layers": 2, "max_position_embeddings": 16}
     module = LlamaForCausalLM(LlamaConfig(**{**sizes, **MODELS[launch.model]}))
     config = {**launch.ds_config, "gradient_accumulation_steps": 1}

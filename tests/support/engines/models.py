@@ -54,26 +54,27 @@ class Mixed(Base):
 
 
 class Plain(Base):
-    """Two layers without special features."""
+    """Two layers, optionally with another name of the second one or another dtype of the first one.
 
-    def __init__(self, width: int = 7) -> None:
+    Args:
+        gain: add a factor.
+        table: add a frozen table that is large enough for ZeRO++ to quantize it.
+    """
+
+    def __init__(
+        self, width: int = 7, *, head: str = "last", gain: bool = False, table: bool = False, dtype: Any = torch.float32
+    ) -> None:
         super().__init__()
-        self.first = nn.Linear(FEATURES, width)
-        self.last = nn.Linear(width, 1)
+        self.first = nn.Linear(FEATURES, width, dtype=dtype)
+        self.add_module(head, nn.Linear(width, 1))
+        self.gain = nn.Parameter(torch.ones(1)) if gain else None
+        self.table = nn.Parameter(torch.randn(1024, 512) * 0.1, requires_grad=False) if table else None
 
     def body(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.first(x)))
-
-
-class Table(Plain):
-    """`Plain` with a frozen table that is large enough for ZeRO++ to quantize it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(1024, 512) * 0.1, requires_grad=False)
-
-    def body(self, x: Tensor) -> Tensor:
-        return super().body(x) + x @ self.table[: x.shape[1], :1]
+        last: Any = self.get_submodule("head" if hasattr(self, "head") else "last")
+        y = last(torch.tanh(self.first(x)).to(last.weight.dtype))
+        y = y if self.gain is None else y * self.gain
+        return y if self.table is None else y + x @ self.table[: x.shape[1], :1]
 
 
 class Layers(Base):
@@ -88,34 +89,6 @@ class Layers(Base):
         for _, layer in sorted(self.named_children()):
             x = torch.tanh(layer(x))
         return x.mean(-1, keepdim=True)
-
-
-class TwoDtypes(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first.to(torch.bfloat16)
-
-    def body(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.first(x)).to(self.last.weight.dtype))
-
-
-class Renamed(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = self.last
-        del self.last
-
-    def body(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.first(x)))
-
-
-class Deeper(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(1))
-
-    def body(self, x: Tensor) -> Tensor:
-        return super().body(x) * self.gain
 
 
 def plain(**layers: Any) -> nn.Module:
@@ -181,12 +154,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "plain": Plain,
     "bulk": lambda: Plain(1000),  # some ten thousand parameters
     "aligned": aligned,
-    "table": Table,
+    "table": partial(Plain, table=True),
     "half": lambda: Plain().to(torch.bfloat16),
-    "two_dtypes": TwoDtypes,
-    "renamed": Renamed,
+    "two_dtypes": partial(Plain, dtype=torch.bfloat16),
+    "renamed": partial(Plain, head="head"),
     "wider": lambda: Plain(9),
-    "deeper": Deeper,
+    "deeper": partial(Plain, gain=True),
     "frozen": frozen,
     "lora": Lora,
     "tiny": Tiny,
@@ -213,39 +186,33 @@ def param_groups(module: nn.Module, uniform: bool = False, by_dtype: bool = Fals
 
 
 class Simple(torch.optim.Optimizer):
-    """Base of optimizers that update parameters sequentially."""
+    """Updates parameters sequentially by a function of a parameter, its states and its group."""
 
-    def __init__(self, params: Iterable[Any], lr: float):
-        super().__init__(params, {"lr": lr, "weight_decay": 0.0})
+    def __init__(self, params: Iterable[Any], update: Callable[[Tensor, dict[str, Tensor], dict[str, Any]], None]):
+        super().__init__(params, {"lr": 1e-3, "weight_decay": 0.0})
+        self.update = update
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self.update(parameter, self.state[parameter], group["lr"], group["weight_decay"])
-
-    def update(self, parameter: Tensor, state: dict[str, Tensor], lr: float, decay: float) -> None:
-        raise NotImplementedError
+                    self.update(parameter, self.state[parameter], group)
 
 
-class Lion(Simple):
+def update_lion(parameter: Any, state: dict[str, Tensor], group: dict[str, Any]) -> None:
     """Lion (Chen et al. 2023) with betas 0.9 and 0.99: one state, whose name no other optimizer uses."""
-
-    def update(self, parameter: Tensor, state: dict[str, Tensor], lr: float, decay: float) -> None:
-        momentum = state.setdefault("lion_momentum", torch.zeros_like(parameter))
-        parameter.mul_(1 - lr * decay)
-        parameter.add_(torch.lerp(parameter.grad, momentum, 0.9).sign_(), alpha=-lr)  # type: ignore[arg-type]
-        momentum.lerp_(parameter.grad, 0.01)  # type: ignore[arg-type]
+    momentum = state.setdefault("lion_momentum", torch.zeros_like(parameter))
+    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+    parameter.add_(torch.lerp(parameter.grad, momentum, 0.9).sign_(), alpha=-group["lr"])
+    momentum.lerp_(parameter.grad, 0.01)
 
 
-class RowMean(Simple):
+def update_by_mean(parameter: Any, state: dict[str, Tensor], group: dict[str, Any]) -> None:
     """SGD with two numbers per parameter: a state that is not element-wise, as in Adafactor."""
-
-    def update(self, parameter: Tensor, state: dict[str, Tensor], lr: float, decay: float) -> None:
-        factored = state.setdefault("factored", torch.zeros(2, device=parameter.device))
-        factored.lerp_(parameter.grad.abs().mean().expand(2), 0.1)  # type: ignore[union-attr]
-        parameter.add_(parameter.grad / (factored.mean() + 1e-8), alpha=-lr)  # type: ignore[operator]
+    factored = state.setdefault("factored", torch.zeros(2, device=parameter.device))
+    factored.lerp_(parameter.grad.abs().mean().expand(2), 0.1)
+    parameter.add_(parameter.grad / (factored.mean() + 1e-8), alpha=-group["lr"])
 
 
 def _deepspeed(module: str, name: str, **options: Any) -> Callable[[Any], Any]:
@@ -260,10 +227,10 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=1e-2),
     "momentum": lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9),
     "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1e-2),
-    "lion": lambda groups: Lion(groups, lr=1e-3),
+    "lion": lambda groups: Simple(groups, update_lion),
     "radam": lambda groups: torch.optim.RAdam(groups, lr=1e-2),
     "adam_like_fused": lambda groups: torch.optim.AdamW(groups, lr=1e-2),
-    "row_mean": lambda groups: RowMean(groups, lr=1e-3),
+    "row_mean": lambda groups: Simple(groups, update_by_mean),
     "fused_adam": _deepspeed("adam", "FusedAdam", lr=1e-2),  # has a CPU build, and brings FP16_Optimizer with it
     "cpu_adam": _deepspeed("adam", "DeepSpeedCPUAdam", lr=1e-2),
     "cpu_adam_16": _deepspeed(

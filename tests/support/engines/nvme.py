@@ -1,4 +1,7 @@
-"""Engines with optimizer states or parameters on NVMe; DeepSpeed itself reads the states."""
+"""Engines of Adam or Muon, with optimizer states or parameters on the CPU or NVMe; DeepSpeed itself reads the states.
+
+Each kind of engine keeps Muon's momentum in another object.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_param_swa
 from torch import Tensor, nn
 
 from deepspeed_ucp.extensions import swapped
-from tests.support.engines import aio as aio_standin
 from tests.support.engines import kinds
+from tests.support.engines.standins import install_aio
 
 AS_DEEPSPEED = bool({"UCP_EXHAUSTIVE", "UCP_TEST_AIO"} & os.environ.keys())
 """Use DeepSpeed's smallest swapped size, 1 MiB, instead of a sixteenth of it with smaller models."""
@@ -31,6 +34,8 @@ class Kind(kinds.Kind):
         pipelined: ``read`` or ``both`` of swapping.
         frozen: one of the large matrices is frozen.
         early: the model is made under ``zero.Init``, partitioned from the start.
+        in_memory: ZeRO 3 keeps Muon's momentum in memory.
+        sums: dtype of gradient sums.
     """
 
     stage: int = 3
@@ -41,66 +46,91 @@ class Kind(kinds.Kind):
     frozen: bool = False
     muon: bool = False
     early: bool = False
+    in_memory: bool = False
+    sums: str = ""
 
     universal: ClassVar[Any] = True
 
     def list_options(self, folder: str) -> dict[str, Any]:
         return {"swap": f"{folder}-swap"}
 
+    def is_alike(self, source: Any) -> bool:
+        """Return True for the same topology, which includes neither replicas nor the place of ZeRO 3's momentum."""
+        alike = source.but(in_memory=False, world=self.world) == self.but(in_memory=False)
+        return alike and (source.world == self.world or (source.stage, source.precision) == (0, "fp32"))
+
     def is_direct(self, source: Any) -> bool:
-        return "nvme" in (self.optimizer, self.params) or source != self
+        is_kept = "nvme" not in (self.optimizer, self.params) and not self.in_memory and not self.has_low_momentum()
+        return not (is_kept and self.is_alike(source))
+
+    def has_low_momentum(self) -> bool:
+        """Return True if the momentum has the gradients' dtype, not the masters', to which DeepSpeed would cast it."""
+        is_low = self.muon and self.precision == "bf16" and self.sums != "fp32"
+        return is_low and (self.stage == 3 or (self.stage > 0 and self.optimizer != "cpu"))
 
     def find_tolerance(self, source: Any) -> float | None:
         alike = (source.world, source.stage, source.precision) == (self.world, self.stage, self.precision)
-        return 0.0 if alike else None
+        is_same = not self.muon or "nvme" in (self.optimizer, source.optimizer) or self.is_alike(source)
+        return 0.0 if alike and is_same else None
 
     def configure(self, swap: str) -> dict[str, Any]:
         zero: dict[str, Any] = {}
         if self.stage == 3:
             zero |= {"sub_group_size": WIDTH * WIDTH // 2 // self.world, "stage3_param_persistence_threshold": 100}
             zero["stage3_prefetch_bucket_size"] = 0  # DeepSpeed would fetch a parameter of a small model twice at once
-            pipeline = {"pipeline_read": bool(self.pipelined), "pipeline_write": self.pipelined == "both"}
-            buffers = {"max_in_cpu": 0, "buffer_size": 2 * WIDTH * WIDTH}
-            for key, device, more in (
-                ("offload_optimizer", self.optimizer, {**pipeline, "buffer_count": 12}),
-                ("offload_param", self.params, buffers),
-            ):
-                if device != "none":
-                    zero[key] = {"device": device, **({"nvme_path": swap, **more} if device == "nvme" else {})}
-        optimizer = {"type": "AdamW", "params": {"lr": 0.001, "torch_adam": True}}
+        pipeline = {"pipeline_read": bool(self.pipelined), "pipeline_write": self.pipelined == "both"}
+        buffers = {"max_in_cpu": 0, "buffer_size": 2 * WIDTH * WIDTH}
+        for key, device, more in (
+            ("offload_optimizer", self.optimizer, {**pipeline, "buffer_count": 12}),
+            ("offload_param", self.params, buffers),
+        ):
+            if device != "none":
+                zero[key] = {"device": device, **({"nvme_path": swap, **more} if device == "nvme" else {})}
+        optimizer: dict[str, Any] = {"type": "AdamW", "params": {"lr": 0.001, "torch_adam": True}}
         if self.muon:
             optimizer = {"type": "Muon", "params": {"lr": 0.002, "muon_lr": 0.01, "momentum": 0.9}}
-            zero["reduce_scatter"] = False
+            if self.stage == 0:  # DeepSpeed's Adam counts the steps of only the last parameter
+                optimizer["params"]["torch_adam"] = True
+            if self.stage == 3:
+                zero |= {"reduce_scatter": False, "save_muon_momentum_buffer_in_memory": self.in_memory}
         schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 0.002}}
-        return self.make_config(zero, optimizer=optimizer, scheduler=schedule, aio={"block_size": LEAST})
+        more = {"data_types": {"grad_accum_dtype": self.sums}} if self.sums else {}
+        return self.make_config(zero, optimizer=optimizer, scheduler=schedule, aio={"block_size": LEAST}, **more)
+
+    @property
+    def operator(self) -> str:
+        return "fused_adam" if self.muon else ""
 
 
 class Model(nn.Module):
-    """Three large matrices with small ones between and after them: some sub-groups stay in memory."""
+    """Three large matrices with small ones between and after them: some sub-groups stay in memory.
+
+    Muon trains matrices of several shapes, one of them unused; Adam an embedding, biases and a scale.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(NARROW, WIDTH)
+        self.embed = nn.Linear(NARROW, WIDTH)
         self.large = nn.Linear(WIDTH, WIDTH)
         self.frozen = nn.Linear(WIDTH, NARROW).requires_grad_(False)
         self.middle = nn.Linear(NARROW, WIDTH, bias=False)
         self.other = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.unused = nn.Parameter(torch.randn(3, 2))
         self.third = nn.Linear(WIDTH, WIDTH // 2, bias=False)
         self.last = nn.Linear(WIDTH // 2, 3)
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in (self.first, self.large, self.frozen, self.middle, self.other, self.third, self.last):
+        for layer in (self.embed, self.large, self.frozen, self.middle, self.other, self.third, self.last):
             x = torch.tanh(layer(x))
         return x * self.scale
 
 
 def make(kind: Kind, seed: int, swap: str) -> Any:
-    aio_standin.install()
+    install_aio()
     for module in (utils, optimizer_utils, partitioned_param_swapper):
         module.MIN_AIO_BYTES = LEAST
     vars(swapped)["_LEAST"] = LEAST
-    torch.manual_seed(seed)
     config = kind.configure(swap)
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=kind.early):
         module = Model()

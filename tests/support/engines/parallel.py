@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from deepspeed_ucp.engine.engines import open_target
 from deepspeed_ucp.engine.parallel import find_parallel_state
 from deepspeed_ucp.testing.capture import CapturedEngine, CapturedParameter, capture
 from deepspeed_ucp.testing.compare import compare
@@ -20,9 +19,9 @@ from tests.support.engines.ranks import Local
 
 
 def capture_rank(engine: Any) -> Any:
-    """Capture an engine, its place, and the index of its stage among those that hold a parameter."""
+    """Capture an engine and its place."""
     found: Any = capture(engine)
-    found.parallel, found.instances = find_parallel_state(engine), open_target(engine).instances()
+    found.parallel = find_parallel_state(engine)
     return found
 
 

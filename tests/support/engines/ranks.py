@@ -204,7 +204,7 @@ def _load(trained: Generator[Any, None, None], engine: Any, load: Load, read: An
         except Exception as raised:
             if not catch:
                 raise
-            error = f"{type(raised).__name__}: {raised}"
+            error = "\n".join([f"{type(raised).__name__}: {raised}", *getattr(raised, "__notes__", ())])
             refusal["kinds"] = [kind.__name__ for kind in type(raised).__mro__]
         held = len(_list_exchange_memory() - memory)
     if error:
@@ -288,39 +288,32 @@ def _list_exchange_memory() -> set[str]:
 
 def _fingerprint(engine: Any) -> dict[str, str]:
     """Return a digest of each part of the engine that a load may change on this rank."""
-    found = {f"parameter {name}": _digest(_local(p).data) for name, p in engine.module.named_parameters()}
-    found |= {f"buffer {name}": _digest(buffer) for name, buffer in engine.module.named_buffers()}
-    wrapper = engine.optimizer
-    inner = getattr(wrapper, "optimizer", wrapper)
-    found |= {f"optimizer.{name}": _digest(value) for name, value in _tensors(getattr(wrapper, "__dict__", {}), "", 4)}
-    for index, (key, state) in enumerate(getattr(inner, "state", {}).items()):
-        found |= {f"state {index}.{name}": _digest(value) for name, value in _tensors({"": key, **state}, "", 2)}
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    parts = {
+        "parameter": dict(engine.module.named_parameters()),
+        "buffer": dict(engine.module.named_buffers()),
+        "optimizer": getattr(engine.optimizer, "__dict__", {}),
+        "state": list(getattr(inner, "state", {}).items()),
+    }
+    found = {name: _digest(value) for name, value in walk(parts) if torch.is_tensor(value)}
     groups = [
         {key: value for key, value in group.items() if key != "params"} for group in getattr(inner, "param_groups", ())
     ]
-    found["groups"] = repr(groups)
-    found["counters"] = repr([engine.global_steps, engine.global_samples, engine.skipped_steps, engine.micro_steps])
-    found["scheduler"] = repr(engine.lr_scheduler.state_dict()) if engine.lr_scheduler else ""
-    return found
+    counters = [engine.global_steps, engine.global_samples, engine.skipped_steps, engine.micro_steps]
+    scheduler = engine.lr_scheduler.state_dict() if engine.lr_scheduler else ""
+    return {**found, "groups": repr(groups), "counters": repr(counters), "scheduler": repr(scheduler)}
 
 
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a parameter; stage 3 gathers and drops the whole at any time."""
-    return getattr(parameter, "ds_tensor", parameter)
-
-
-def _tensors(value: Any, name: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
-    if torch.is_tensor(value):
-        yield name, _local(value)
-    elif depth and isinstance(value, dict):
-        for key, item in value.items():
-            yield from _tensors(item, f"{name}.{key if isinstance(key, str | int) else '?'}", depth - 1)
-    elif depth and isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from _tensors(item, f"{name}.{index}", depth - 1)
+def walk(value: Any, name: str = "", depth: int = 5) -> Iterator[tuple[str, Any]]:
+    """Yield a value, and all values of containers in it, by name."""
+    yield name, value
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for number, (key, item) in enumerate(items if depth else ()):
+        yield from walk(item, f"{name}.{key if isinstance(key, str | int) else number}", depth - 1)
 
 
 def _digest(tensor: torch.Tensor) -> str:
+    tensor = getattr(tensor, "ds_tensor", tensor)  # this rank's part: stage 3 gathers and drops the whole at any time
     if tensor.is_meta:
         return f"{tuple(tensor.shape)} {tensor.dtype}"
     data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
