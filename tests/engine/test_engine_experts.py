@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from functools import partial
 from importlib.util import find_spec
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -214,8 +213,7 @@ def forget_degrees(_engines: Engines, run: Path, folder: Path) -> None:
 
 REPLICAS = {"match": r".*(\.down_bias|\.wg\.weight)", "pattern": "replicate"}
 convert_experts = partial(convert, patterns={"rules": [*experts.RULES["rules"], REPLICAS]})
-OTHER = [(5, forget_degrees), (5, convert_experts), *product((1, 7), [forget_degrees])]
-OTHER += [*product((0, 2, 7), [convert_experts])]
+OTHER = [(5, forget_degrees), (5, convert_experts), (7, forget_degrees), (2, convert_experts)]
 ROWS += [
     Row(TARGETS_3D[6], [Source(SOURCES_3D[place], change=change)], "other files", exhaustive=number > 1)
     for number, (place, change) in enumerate(OTHER)

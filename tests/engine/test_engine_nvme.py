@@ -16,7 +16,7 @@ from tests.support.engines.ranks import Load, load_each
 
 # --- NVMe
 
-Adam, Muon = nvme.Kind, partial(nvme.Kind, muon=True)
+Adam, Muon = nvme.Kind, partial(nvme.Kind, muon=True, small=True)
 OPTIMIZER, PIPELINED = Adam(3, 2, optimizer="nvme"), Adam(3, 1, optimizer="nvme", pipelined="read")
 BOTH = Adam(3, 2, optimizer="nvme", params="nvme")
 FROZEN = BOTH.but(world=1, frozen=True)

@@ -186,7 +186,7 @@ def add_experts() -> None:
     for target in (residual, residual.but(stage=1)):
         add("lost", residual, "MismatchError", f"not in the checkpoint: layers.1.{BELOW}.mlp.", target=target)
     # DeepSpeed truncates the momentum like a padded partition, and loads rank 0's on every rank.
-    elastic = nvme.Kind(1, 2, muon=True, zero={"elastic_checkpoint": True})
+    elastic = nvme.Kind(1, 2, muon=True, small=True, zero={"elastic_checkpoint": True})
     add("elastic", elastic, "MismatchError", "momentum_buffer (shape", target=elastic)
 
 

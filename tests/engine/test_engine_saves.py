@@ -231,6 +231,7 @@ def test_a_new_engine_logs_the_expected_memory_of_saves(case: Case, tmp_path: Pa
 # --- of every kind
 
 FUSED, LORA, FROZEN = {"optimizer": "fused_adam"}, {"model": "lora"}, {"frozen": True}
+MUON = nvme.Kind(2, 2, muon=True, small=True)
 LETTERS, EVEN = pipe(1, 2, method="uniform", world=2, model="eBBh"), plain(2, world=2, model="even")
 KINDS: dict[str, tuple[Kind, Kind, dict[str, Any]]] = {
     "zero1": (Case(1, 2, "bf16"), Case(3, 2), {}),
@@ -246,7 +247,7 @@ KINDS: dict[str, tuple[Kind, Kind, dict[str, Any]]] = {
     "nvme": (nvme.Kind(3, 2, optimizer="nvme", frozen=True), nvme.Kind(1, 2, frozen=True), {}),
     "autotp": (EVEN, EVEN.but(tp=1, stage=3), {}),
     "lora": (Case(1, 2), Case(3, 2), LORA),
-    "muon": (nvme.Kind(2, 2, muon=True), nvme.Kind(3, 2, muon=True), {}),
+    "muon": (MUON, MUON.but(stage=3), {}),
     "autoep": (autoep.Spread(2, 2, ep=2), autoep.Spread(1, 2), FROZEN),
     "params": (Case(3, 2, "bf16", zero={**ON_CPU, "offload_param": {"device": "cpu"}}), Case(2, 2), {}),
     "none": (Idle(0), Idle(3), {}),

@@ -138,29 +138,19 @@ def empty() -> nn.Module:
     return module
 
 
-def frozen() -> nn.Module:
-    module = Plain()
-    module.first.requires_grad_(False)
-    return module
-
-
-def aligned() -> nn.Module:
-    """`Plain` with sizes such that two ranks hold multiples of eight elements."""
-    return plain(first=nn.Linear(FEATURES, 16, bias=False), last=nn.Linear(16, 1, bias=False))
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mixed": Mixed,
     "plain": Plain,
     "bulk": lambda: Plain(1000),  # some ten thousand parameters
-    "aligned": aligned,
+    # Two ranks hold multiples of eight elements.
+    "aligned": lambda: plain(first=nn.Linear(FEATURES, 16, bias=False), last=nn.Linear(16, 1, bias=False)),
     "table": partial(Plain, table=True),
     "half": lambda: Plain().to(torch.bfloat16),
     "two_dtypes": partial(Plain, dtype=torch.bfloat16),
     "renamed": partial(Plain, head="head"),
     "wider": lambda: Plain(9),
     "deeper": partial(Plain, gain=True),
-    "frozen": frozen,
+    "frozen": lambda: plain(first=nn.Linear(FEATURES, 7).requires_grad_(False), last=nn.Linear(7, 1)),
     "lora": Lora,
     "tiny": Tiny,
     "empty": empty,

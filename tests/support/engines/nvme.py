@@ -23,7 +23,6 @@ AS_DEEPSPEED = bool({"UCP_EXHAUSTIVE", "UCP_TEST_AIO"} & os.environ.keys())
 LEAST = 1 << 20 if AS_DEEPSPEED else 1 << 16
 WIDTH = 1024 if AS_DEEPSPEED else 256
 """Rows and columns of a matrix whose fp32 partition on each of 4 ranks has the smallest swapped size."""
-NARROW = WIDTH // 64
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,7 @@ class Kind(kinds.Kind):
         early: the model is made under ``zero.Init``, partitioned from the start.
         in_memory: ZeRO 3 keeps Muon's momentum in memory.
         sums: dtype of gradient sums.
+        small: no matrix has the smallest swapped size, since Muon's steps take long.
     """
 
     stage: int = 3
@@ -48,8 +48,14 @@ class Kind(kinds.Kind):
     early: bool = False
     in_memory: bool = False
     sums: str = ""
+    small: bool = False
 
     universal: ClassVar[Any] = True
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Rows and columns of a large matrix, and columns of a small one."""
+        return (21, 5) if self.small else (WIDTH, WIDTH // 64)
 
     def list_options(self, folder: str) -> dict[str, Any]:
         return {"swap": f"{folder}-swap"}
@@ -76,7 +82,10 @@ class Kind(kinds.Kind):
     def configure(self, swap: str) -> dict[str, Any]:
         zero: dict[str, Any] = {}
         if self.stage == 3:
-            zero |= {"sub_group_size": WIDTH * WIDTH // 2 // self.world, "stage3_param_persistence_threshold": 100}
+            zero |= {
+                "sub_group_size": self.widths[0] ** 2 // 2 // self.world,
+                "stage3_param_persistence_threshold": 100,
+            }
             zero["stage3_prefetch_bucket_size"] = 0  # DeepSpeed would fetch a parameter of a small model twice at once
         pipeline = {"pipeline_read": bool(self.pipelined), "pipeline_write": self.pipelined == "both"}
         buffers = {"max_in_cpu": 0, "buffer_size": 2 * WIDTH * WIDTH}
@@ -108,16 +117,16 @@ class Model(nn.Module):
     Muon trains matrices of several shapes, one of them unused; Adam an embedding, biases and a scale.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, narrow: int) -> None:
         super().__init__()
-        self.embed = nn.Linear(NARROW, WIDTH)
-        self.large = nn.Linear(WIDTH, WIDTH)
-        self.frozen = nn.Linear(WIDTH, NARROW).requires_grad_(False)
-        self.middle = nn.Linear(NARROW, WIDTH, bias=False)
-        self.other = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.embed = nn.Linear(narrow, width)
+        self.large = nn.Linear(width, width)
+        self.frozen = nn.Linear(width, narrow).requires_grad_(False)
+        self.middle = nn.Linear(narrow, width, bias=False)
+        self.other = nn.Linear(width, width, bias=False)
         self.unused = nn.Parameter(torch.randn(3, 2))
-        self.third = nn.Linear(WIDTH, WIDTH // 2, bias=False)
-        self.last = nn.Linear(WIDTH // 2, 3)
+        self.third = nn.Linear(width, width // 2, bias=False)
+        self.last = nn.Linear(width // 2, 3)
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -133,7 +142,7 @@ def make(kind: Kind, seed: int, swap: str) -> Any:
     vars(swapped)["_LEAST"] = LEAST
     config = kind.configure(swap)
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=kind.early):
-        module = Model()
+        module = Model(*kind.widths)
     module.other.requires_grad_(not kind.frozen)
     first, second = [], []
     for name, param in module.named_parameters():
@@ -145,7 +154,7 @@ def make(kind: Kind, seed: int, swap: str) -> Any:
 
 
 def step(engine: Any) -> float:
-    return kinds.step_on_noise(engine, (Kind.batch, NARROW), loss_of=measure)
+    return kinds.step_on_noise(engine, (Kind.batch, engine.module.embed.in_features), loss_of=measure)
 
 
 def measure(output: Tensor, batch: Tensor) -> Tensor:
