@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_ucp import rng
 from deepspeed_ucp.engine import engines
+from deepspeed_ucp.engine.base import flatten
 from deepspeed_ucp.engine.coverage import UnknownLayoutError, check_engine, list_pending, list_unsaved
 from deepspeed_ucp.engine.engines import OffloadOnlyTarget, Zero12Target, open_target
 from deepspeed_ucp.engine.known import KNOWN, list_unknown
@@ -27,6 +28,12 @@ from deepspeed_ucp.model.wrappers import WRAPPERS
 from tests.support.curriculum import make_sampler
 from tests.support.reshard import FakeTarget
 from tests.synth import Model, Param, Topology
+
+
+def test_only_a_contiguous_tensor_becomes_a_view_of_one_dimension() -> None:
+    tensor = torch.zeros(2, 3, requires_grad=True)
+    assert (flatten(tensor).shape, flatten(tensor).data_ptr()) == ((6,), tensor.data_ptr())
+    assert flatten(torch.zeros(3, 2).t()).shape == (2, 3)
 
 
 def test_prefetched_partitions_are_released() -> None:
