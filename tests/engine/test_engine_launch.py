@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ucp.testing.world import hold_port
-from tests.platforms.jobs import DEEPSPEED, RANKS, TORCHRUN, find_processes, kill, make_environment
+from tests.platforms.jobs import DEEPSPEED, RANKS, TORCHRUN, find_processes, kill_all, make_environment
 from tests.support.engines.cases import Case
 from tests.support.engines.driver import Engines
 from tests.support.until import wait_until
@@ -146,7 +146,7 @@ def test_a_job_with_data_loader_workers_saves_on_a_signal(
             process.wait(240)
             wait_until(lambda: not find_processes(mark), 60)
         finally:
-            kill(find_processes(mark))
+            kill_all(mark)
             process.kill()
     text = output.read_text(errors="replace")
     assert (tmp_path / "saves" / "latest").read_text() == "global_step3", text[-4000:]

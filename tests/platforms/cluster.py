@@ -6,11 +6,9 @@ import os
 import shutil
 import socket
 import subprocess
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from tests.platforms.jobs import RECIPES, find_processes, kill, make_environment, wait_for
+from tests.platforms.jobs import RECIPES, kill_all, make_environment, wait_for
 from tests.support.ports import find_port
 
 NODES = ("n1", "n2")
@@ -51,33 +49,29 @@ def find_missing() -> str:
     return "" if os.geteuid() == 0 else "slurmd needs root"
 
 
-@dataclass
 class Cluster:
-    folder: Path
-    daemons: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    """A running cluster; its daemons write to ``output``."""
 
-    def start(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.output, self._configuration = folder, folder / "daemons", folder / "slurm.conf"
         for name in ("state", *NODES):
-            (self.folder / name).mkdir()
-        fields = {"host": socket.gethostname(), "folder": self.folder, "ports": [find_port() for _ in range(3)]}
-        (self.folder / "slurm.conf").write_text(CONFIGURATION.format(**fields))
+            (folder / name).mkdir()
+        fields = {"host": socket.gethostname(), "folder": folder, "ports": [find_port() for _ in range(3)]}
+        self._configuration.write_text(CONFIGURATION.format(**fields))
         self._start("slurmctld", "-D", "-i")
         for node in NODES:
             self._start("slurmd", "-D", "-N", node, **{MARK: node})
-        wait_for("the cluster", lambda: self.find_states() == dict.fromkeys(NODES, "idle"), self.tell)
+        wait_for("the cluster", lambda: self.find_states() == dict.fromkeys(NODES, "idle"), self.output)
 
-    @property
-    def environment(self) -> dict[str, str]:
-        return make_environment(SLURM_CONF=str(self.folder / "slurm.conf"))
+    def _make_environment(self, **variables: str) -> dict[str, str]:
+        return make_environment(SLURM_CONF=str(self._configuration), **variables)
 
     def _start(self, program: str, *options: str, **variables: str) -> None:
-        with (self.folder / "daemons").open("ab") as output:
-            environment = {**self.environment, **variables}
-            daemon = subprocess.Popen([program, *options], env=environment, stdout=output, stderr=output)
-        self.daemons.append(daemon)
+        with self.output.open("ab") as output:
+            subprocess.Popen([program, *options], env=self._make_environment(**variables), stdout=output, stderr=output)
 
     def ask(self, *command: str, **variables: str) -> str:
-        environment = {**self.environment, **variables}
+        environment = self._make_environment(**variables)
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         return done.stdout.strip()
 
@@ -85,8 +79,7 @@ class Cluster:
         """Submit the recipe with a script and its arguments; return the number of the job."""
         recipe = str(RECIPES / "slurm" / "train.sbatch")
         sbatch = ["--parsable", f"--output={output}", *options]
-        variables = {"RANKS_PER_NODE": "1", **variables}
-        return self.ask("sbatch", *sbatch, recipe, *command, **variables)
+        return self.ask("sbatch", *sbatch, recipe, *command, RANKS_PER_NODE="1", **variables)
 
     def find_states(self) -> dict[str, str]:
         return dict(line.split() for line in self.ask("sinfo", "-h", "-N", "-o", "%N %T").splitlines())
@@ -95,27 +88,13 @@ class Cluster:
         fields = self.ask("scontrol", "-o", "show", "job", number).split()
         return dict(each.split("=", 1) for each in fields if "=" in each)
 
-    def wait_for_end(self, number: str, tell: Any = str) -> dict[str, str]:
+    def wait_for_end(self, number: str, output: Path | None = None) -> dict[str, str]:
         over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-        wait_for(f"the end of job {number}", lambda: self.find_job(number).get("JobState") in over, tell)
+        wait_for(f"the end of job {number}", lambda: self.find_job(number).get("JobState") in over, output)
         return self.find_job(number)
 
     def lose(self, node: str) -> None:
         """Kill all processes of a node and report it as down, which Slurm would detect only after SlurmdTimeout."""
-        configuration = f"SLURM_CONF={self.folder / 'slurm.conf'}"
-        while pids := find_processes(configuration, f"{MARK}={node}") + find_processes(
-            configuration, f"SLURMD_NODENAME={node}"
-        ):
-            kill(pids)
-            for daemon in self.daemons:
-                daemon.poll()
+        for mark in (f"{MARK}={node}", f"SLURMD_NODENAME={node}"):
+            kill_all(f"SLURM_CONF={self._configuration}", mark)
         self.ask("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")
-
-    def tell(self) -> str:
-        return (self.folder / "daemons").read_text(errors="replace")[-3000:]
-
-    def end(self) -> None:
-        while pids := find_processes(f"SLURM_CONF={self.folder / 'slurm.conf'}"):
-            kill(pids)
-            for daemon in self.daemons:
-                daemon.poll()

@@ -6,14 +6,13 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-
-from tests.support.forked import start_script
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "examples" / "platforms"
@@ -36,27 +35,51 @@ def make_environment(**more: str) -> dict[str, str]:
     return {**os.environ, **fresh, **more}
 
 
-def wait_for(name: str, condition: Callable[[], Any], tell: Callable[[], str] = str) -> Any:
+def wait_for(name: str, condition: Callable[[], Any], output: Path | None = None) -> None:
+    """Wait until a condition is true; print the end of ``output`` after the timeout."""
     until = time.monotonic() + LONGEST
-    while not (found := condition()):
-        assert time.monotonic() < until, f"timeout: {name}\n{tell()}"
+    while not condition():
+        assert time.monotonic() < until, f"timeout: {name}\n{read_end(output)}"
         time.sleep(0.05)
-    return found
 
 
-@dataclass
+def read_end(output: Path | None) -> str:
+    return output.read_text(errors="replace")[-3000:] if output is not None and output.exists() else ""
+
+
 class Run:
-    """One run of the script, with all its restarts."""
+    """One run of the script, with all its restarts; its processes write to ``output``."""
 
-    folder: Path
-    steps: int = STEPS
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.output, self.programs = folder, folder / "output", folder / "programs"
+        paths = ["--folder", str(folder / "checkpoints"), "--record", str(folder / "record")]
+        self.command = [str(SCRIPT), *paths, "--steps", str(STEPS), "--save_every", str(SAVE_EVERY)]
 
-    def command(self) -> list[str]:
-        """Return the script and its arguments."""
-        names = {"--folder": "checkpoints", "--record": "record"}
-        paths = [each for option, name in names.items() for each in (option, str(self.folder / name))]
-        numbers = {"--steps": self.steps, "--save_every": SAVE_EVERY}
-        return [str(SCRIPT), *paths, *(str(each) for option in numbers.items() for each in option)]
+    def write_program(self, name: str, text: str) -> str:
+        """Write a stand-in for a program, which processes of the run find first; return its path."""
+        path = self.programs / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/bash\n{text}\n")
+        path.chmod(0o755)
+        return str(path)
+
+    @contextmanager
+    def start(self, *command: object, **variables: object) -> Iterator[subprocess.Popen[bytes]]:
+        """Start a process with environment variables; at the end kill it and all its children."""
+        environment = make_environment(
+            UCP_RUN=str(self.folder), **{name: str(each) for name, each in variables.items()}
+        )
+        environment["PATH"] = f"{self.programs}:{environment['PATH']}"
+        with self.output.open("ab") as output:
+            process = subprocess.Popen(list(map(str, command)), env=environment, stdout=output, stderr=output)
+        try:
+            yield process
+        finally:
+            kill_all(f"UCP_RUN={self.folder}")
+            process.wait()
+
+    def wait_for_end(self, process: subprocess.Popen[bytes], code: int = 0) -> None:
+        assert process.wait(timeout=2 * LONGEST) == code, read_end(self.output)
 
     def read(self, event: str) -> list[dict[str, Any]]:
         path = self.folder / "record"
@@ -69,7 +92,7 @@ class Run:
         path.touch()
         return path
 
-    def wait_for_step(self, step: int, starts: int, tell: Callable[[], str] = str) -> None:
+    def wait_for_step(self, step: int, starts: int) -> None:
         """Wait until the script has been started ``starts`` times and has completed a step."""
 
         def look() -> bool:
@@ -77,50 +100,35 @@ class Run:
             done = [each for each in self.read("step") if each["step"] >= step]
             return len(begun) >= starts and any(each["time"] > begun[starts - 1] for each in done)
 
-        wait_for(f"step {step} of start {starts}", look, tell)
+        wait_for(f"step {step} of start {starts}", look, self.output)
 
-    def find_starts(self) -> list[tuple[int, int]]:
-        """Return for each start the number of ranks and the step from which it resumed."""
-        return [(self.find_world(each["time"]), each["step"]) for each in self.read("loaded") if each["rank"] == 0]
+    def check(self, reference: Steps, *starts: tuple[int, int]) -> None:
+        """Check that all steps, including repeated ones, had the samples and losses of the reference.
 
-    def find_world(self, moment: float) -> int:
-        return [each["world"] for each in self.read("started") if each["time"] < moment][-1]
-
-    def check(self, reference: Steps) -> None:
-        """Check that all steps, including repeated ones, had the samples and losses of the reference."""
+        Args:
+            starts: for each start the number of ranks and the step from which it resumed.
+        """
+        assert tuple((each["world"], each["step"]) for each in self.read("loaded") if each["rank"] == 0) == starts
         taken = self.read("step")
-        assert {each["step"] for each in taken} == set(range(1, self.steps + 1))
+        assert {each["step"] for each in taken} == set(range(1, STEPS + 1))
         assert [each["samples"] for each in taken] == [reference[each["step"]]["samples"] for each in taken]
         worst = max(abs(each["loss"] - reference[each["step"]]["loss"]) for each in taken)
         assert worst < BOUND, worst
 
 
-def run_reference(folder: Path) -> Steps:
-    """Run uninterrupted on one rank; return its steps."""
-    run = Run(folder)
-    alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
-    process = start_script(SCRIPT, run.command()[1:], folder / "output", alone)
-    process.join()
-    assert process.exitcode == 0, (folder / "output").read_text()[-2000:]
-    return {each["step"]: each for each in run.read("step")}
-
-
 def find_processes(*variables: str) -> list[int]:
     """Find the processes that were started with all of these variables (`name=value`)."""
-    found = []
+    wanted, found = {each.encode() for each in variables}, list[int]()
     for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            theirs = path.read_bytes().split(b"\0")
-        except OSError:  # it has ended or belongs to another user
-            continue
-        if all(each.encode() in theirs for each in variables):
-            found.append(int(path.parent.name))
+        with suppress(OSError):  # it has ended or belongs to another user
+            if wanted <= {*path.read_bytes().split(b"\0")}:
+                found.append(int(path.parent.name))
     return found
 
 
-def kill(pids: list[int]) -> None:
-    for pid in pids:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+def kill_all(*variables: str) -> None:
+    """Kill the processes that were started with all of these variables, until none is left."""
+    while found := find_processes(*variables):
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

@@ -5,9 +5,7 @@ Commands of the manifests run with stand-ins that print their arguments, in the 
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.platforms.jobs import RECIPES
+from tests.platforms.jobs import RECIPES, Run
 
 MANIFESTS = ("kubernetes/jobset.yaml", "kubernetes/trainjob.yaml", "skypilot/train.yaml", "hyperpod/train.yaml")
 MODELS = {
@@ -24,7 +22,6 @@ MODELS = {
     "TrainJob": "TrainerV1alpha1TrainJob",
     "PodTemplate": "IoK8sApiCoreV1PodTemplateSpec",
 }
-NODES, RANKS = 4, 8  # in all recipes
 
 
 def read(name: str) -> list[dict[str, Any]]:
@@ -42,41 +39,40 @@ def find(node: Any, key: str) -> Iterator[Any]:
             yield from find(each, key)
 
 
-def find_unknown(document: Any, known: Any, place: str = "") -> list[str]:
-    """List fields that the models dropped as unknown or read differently."""
-    if isinstance(document, dict) and isinstance(known, dict):
-        return [fault for key in document for fault in find_unknown(document[key], known.get(key), f"{place}.{key}")]
-    if isinstance(document, list) and isinstance(known, list) and len(document) == len(known):
-        pairs = enumerate(zip(document, known, strict=True))
-        return [fault for at, (a, b) in pairs for fault in find_unknown(a, b, f"{place}[{at}]")]
-    return [] if document == known else [f"{place}: {document!r}, {known!r}"]
+def check_model(kind: str, document: dict[str, Any]) -> None:
+    """Check that the model drops no field as unknown and reads none differently."""
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api: make test-platforms")
+    known = getattr(models, MODELS[kind]).from_dict(document).to_dict()
 
+    def select(document: Any, known: Any) -> Any:
+        """Return the parts of ``known`` that the document has; the model adds defaults."""
+        if isinstance(document, dict) and isinstance(known, dict):
+            return {key: select(value, known.get(key)) for key, value in document.items()}
+        if isinstance(document, list) and isinstance(known, list) and len(document) == len(known):
+            return list(map(select, document, known))
+        return known
 
-def check_model(models: Any, kind: str, document: dict[str, Any]) -> list[str]:
-    return find_unknown(document, getattr(models, MODELS[kind]).from_dict(document).to_dict())
+    assert select(document, known) == document
 
 
 def test_kubernetes_manifests_match_their_schemas() -> None:
-    models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api: make test-platforms")
     documents = [each for name in MANIFESTS[:2] for each in read(name)]
     assert [each["kind"] for each in documents] == ["JobSet", "TrainingRuntime", "TrainJob"]
-    assert [fault for each in documents for fault in check_model(models, each["kind"], each)] == []
-    # HyperPod's resource has no public schema; its pods are Kubernetes pods.
-    (job,) = read("hyperpod/train.yaml")
-    assert [fault for each in find(job, "template") for fault in check_model(models, "PodTemplate", each)] == []
-    # The comparison detects an unknown field.
+    for each in documents:
+        check_model(each["kind"], each)
+    for each in find(read("hyperpod/train.yaml"), "template"):  # its pods are Kubernetes pods, the rest has no schema
+        check_model("PodTemplate", each)
     documents[0]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["gracePeriod"] = 3
-    (fault,) = check_model(models, "JobSet", documents[0])
-    assert fault.endswith("gracePeriod: 3, None")
+    with pytest.raises(AssertionError):  # an unknown field
+        check_model("JobSet", documents[0])
 
 
 def test_skypilots_task_matches_its_schema() -> None:
     sky = pytest.importorskip("sky", reason="skypilot: make test-platforms")
     task = sky.Task.from_yaml(str(RECIPES / "skypilot" / "train.yaml"))
-    assert task.num_nodes == NODES
     (resources,) = task.resources
-    assert (resources.use_spot, resources.accelerators) == (True, {"H100": RANKS})
-    assert resources.job_recovery["max_restarts_on_errors"] == 20
+    found = task.num_nodes, resources.use_spot, resources.accelerators, resources.job_recovery["max_restarts_on_errors"]
+    assert found == (4, True, {"H100": 8}, 20)
 
 
 @pytest.mark.parametrize("name", [name for name in MANIFESTS if "skypilot" not in name])
@@ -124,22 +120,17 @@ def test_the_master_address_is_jobsets_name_of_the_first_pod() -> None:
     assert arguments["rdzv-endpoint"].partition(":")[0] == f"{name}-{job['name']}-0-0.{name}"
 
 
-def run_stand_in(folder: Path, shell: str, **variables: str) -> list[str]:
-    stand_in = folder / "torchrun"
-    stand_in.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\necho "CHECKPOINTS=$CHECKPOINTS"\n')
-    stand_in.chmod(0o755)
-    environment = {**variables, "PATH": f"{folder}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", "-euc", shell], env=environment, capture_output=True, text=True, check=True)
-    return done.stdout.splitlines()
-
-
 @pytest.mark.parametrize("rank", [0, 3])
 def test_skypilots_variables_become_torchruns_arguments(rank: int, tmp_path: Path) -> None:
-    (task,) = read("skypilot/train.yaml")
+    (task,), run = read("skypilot/train.yaml"), Run(tmp_path)
+    run.write_program("torchrun", 'printf "%s\\n" "$@"\necho "CHECKPOINTS=$CHECKPOINTS"')
     ips = "10.0.0.7\n10.0.0.8\n10.0.0.9\n10.0.0.10"
-    variables = {"NUM_NODES": "4", "NODE_RANK": f"{rank}", "NODE_IPS": ips, "NUM_GPUS_PER_NODE": "8"}
+    variables = {"NUM_NODES": 4, "NODE_RANK": rank, "NODE_IPS": ips, "NUM_GPUS_PER_NODE": 8}
+    variables |= {"TASK_ID": "sky-managed-1_train_7-0"}
     skypilot = {f"SKYPILOT_{name}": value for name, value in variables.items()}
-    lines = run_stand_in(tmp_path, task["run"], **task["envs"], **skypilot, SKYPILOT_TASK_ID="sky-managed-1_train_7-0")
+    with run.start("bash", "-euc", task["run"], **task["envs"], **skypilot) as started:
+        run.wait_for_end(started)
+    lines = run.output.read_text().splitlines()
     options = dict(each[2:].split("=", 1) for each in lines if re.match("--.*=", each))
     expected = {"nnodes": "4", "node-rank": f"{rank}", "nproc-per-node": "8", "master-addr": "10.0.0.7"}
     assert {name: options[name] for name in expected} == expected

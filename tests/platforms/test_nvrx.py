@@ -6,12 +6,11 @@ import importlib.util
 import os
 import shutil
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.platforms.jobs import LONGEST, RECIPES, Run, Steps, find_processes, kill, make_environment
+from tests.platforms.jobs import RECIPES, STEPS, Run, Steps
 from tests.support.ports import find_port
 
 MISSING = importlib.util.find_spec("nvidia_resiliency_ext") is None or shutil.which("ft_launcher") is None
@@ -31,32 +30,16 @@ def test_nvrx_kills_a_hung_rank_and_the_job_resumes(reference: Steps, tmp_path: 
     run = Run(tmp_path)
     held = run.hold(4)
     (tmp_path / "ft.yaml").write_text(TIMEOUTS)
-    fields = {
-        "RANKS_PER_NODE": "1",
-        "ENDPOINT": f"127.0.0.1:{find_port()}",
-        "RDZV_CONF": "last_call_timeout=2",
-        "GRACE": "3",
-    }
-    environment = make_environment(**fields, FT_CONFIG=str(tmp_path / "ft.yaml"))
-    command = ["bash", str(RECIPES / "nvrx" / "train.sh"), *run.command()]
-    agents, logs = list[subprocess.Popen[bytes]](), [tmp_path / "first", tmp_path / "second"]
-
-    def tell() -> str:
-        return "\n".join(log.read_text()[-3000:] for log in logs)
-
-    try:
-        for log in logs:
-            with log.open("wb") as output:
-                agents.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
-        run.wait_for_step(4, starts=1, tell=tell)
+    variables = {"RANKS_PER_NODE": 1, "ENDPOINT": f"127.0.0.1:{find_port()}", "RDZV_CONF": "last_call_timeout=2"}
+    variables |= {"GRACE": 3, "FT_CONFIG": tmp_path / "ft.yaml"}
+    command = ["bash", RECIPES / "nvrx" / "train.sh", *run.command]
+    with run.start(*command, **variables) as first, run.start(*command, **variables) as second:
+        run.wait_for_step(4, starts=1)
         os.kill(run.read("started")[-1]["pid"], signal.SIGSTOP)
         held.unlink()
-        run.wait_for_step(run.steps, starts=2, tell=tell)
-        assert [agent.wait(timeout=LONGEST) for agent in agents] == [0, 0], tell()
-    finally:
-        kill(find_processes(f"FT_CONFIG={tmp_path / 'ft.yaml'}"))
-        for agent in agents:
-            agent.wait(timeout=LONGEST)
-    assert any("Section 'step' has been open" in log.read_text() for log in logs), tell()
-    assert [world for world, _ in run.find_starts()] == [2, 2]
-    run.check(reference)
+        run.wait_for_step(STEPS, starts=2)
+        for agent in first, second:
+            run.wait_for_end(agent)
+    assert "Section 'step' has been open" in run.output.read_text()
+    resumed = run.read("loaded")[-1]["step"]
+    run.check(reference, (2, 0), (2, resumed))

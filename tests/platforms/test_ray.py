@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import signal
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.platforms.jobs import BOUND, RECIPES, ROOT, make_environment, wait_for
+from tests.platforms.jobs import BOUND, RECIPES, ROOT, Run, make_environment, read_end, wait_for
 
 SCRIPT = RECIPES / "ray" / "train.py"
 STEPS, PACE, LOOK_EVERY = 300, 0.1, 4.0
@@ -46,59 +46,14 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         found.shutdown()
 
 
-class Job:
-    """A run of the recipe."""
-
-    def __init__(self, folder: Path, address: str) -> None:
-        numbers = {"--steps": STEPS, "--pace": PACE, "--save_every": SAVE_EVERY, "--look_every": LOOK_EVERY}
-        options = [str(each) for option in numbers.items() for each in option]
-        self.record, self.output = folder / "record", folder / "output"
-        command = [sys.executable, str(SCRIPT), "--storage", str(folder / "runs"), "--record", str(self.record)]
-        with self.output.open("wb") as output:
-            self.process = subprocess.Popen(
-                [*command, *options], env={**os.environ, "RAY_ADDRESS": address}, stdout=output, stderr=output
-            )
-
-    def read(self) -> list[dict[str, Any]]:
-        lines = self.record.read_text().split("\n")[:-1] if self.record.exists() else []
-        return [json.loads(line) for line in lines]
-
-    def find_starts(self) -> list[tuple[int, int, int]]:
-        """Return for each start the number of workers, the first and the last step."""
-        steps: dict[int, list[dict[str, Any]]] = {}
-        for each in self.read():
-            steps.setdefault(each["pid"], []).append(each)
-        return [(each[0]["world"], each[0]["step"], each[-1]["step"]) for each in steps.values()]
-
-    def wait_for(self, starts: int, world: int, steps: int) -> None:
-        """Wait until the last of ``starts`` starts has ``world`` workers and has taken ``steps`` steps."""
-
-        def look() -> bool:
-            assert self.process.poll() is None, self.tell()
-            found = self.find_starts()
-            return len(found) == starts and found[-1][0] == world and found[-1][2] - found[-1][1] >= steps
-
-        wait_for(f"start {starts} with {world} workers", look, self.tell)
-
-    def tell(self) -> str:
-        return f"{self.find_starts()}\n{self.output.read_text()[-6000:]}"
-
-
 def find_losses() -> dict[int, float]:
     """Return the losses of an uninterrupted run with plain torch."""
-    sys.path.insert(0, str(SCRIPT.parent))
-    try:
-        spec = importlib.util.spec_from_file_location("ray_recipe", SCRIPT)
-        assert spec is not None and spec.loader is not None
-        recipe = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(recipe)
-    finally:
-        sys.path.remove(str(SCRIPT.parent))
-    model = recipe.make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.CONFIG["optimizer"]["params"]["lr"])
+    recipe = runpy.run_path(str(SCRIPT))
+    model = recipe["make_model"]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe["CONFIG"]["optimizer"]["params"]["lr"])
     losses = {}
     for step in range(STEPS):
-        loss = recipe.find_loss(model, recipe.draw_samples(step))
+        loss = recipe["find_loss"](model, recipe["draw_samples"](step))
         losses[step + 1] = loss.item()
         loss.backward()
         optimizer.step()
@@ -110,34 +65,52 @@ def find_losses() -> dict[int, float]:
 def test_a_ray_run_resumes_with_the_available_workers(cluster: Any, tmp_path: Path) -> None:
     """It resumes from the last save after a crash, and from the current step after a notice, with equal losses."""
     _, lost = (cluster.add_node(num_cpus=1) for _ in range(2))
-    job = Job(tmp_path, cluster.address)
-    try:
-        job.wait_for(starts=1, world=2, steps=2 * SAVE_EVERY + 3)
+    run, record = Run(tmp_path), tmp_path / "record"
+    options = {"storage": tmp_path / "runs", "record": record, "steps": STEPS, "pace": PACE, "save_every": SAVE_EVERY}
+    options["look_every"] = LOOK_EVERY
+    command = [sys.executable, SCRIPT, *(each for name, value in options.items() for each in (f"--{name}", value))]
+
+    def read() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in record.read_text().split("\n")[:-1]] if record.exists() else []
+
+    def find_starts() -> list[tuple[int, int, int]]:
+        """Return for each start the number of workers, the first and the last step."""
+        steps: dict[int, list[dict[str, Any]]] = {}
+        for each in read():
+            steps.setdefault(each["pid"], []).append(each)
+        return [(each[0]["world"], each[0]["step"], each[-1]["step"]) for each in steps.values()]
+
+    def wait_for_start(starts: int, world: int, steps: int) -> None:
+        """Wait until the last of ``starts`` starts has ``world`` workers and has taken ``steps`` steps."""
+
+        def look() -> bool:
+            assert process.poll() is None, f"{find_starts()}\n{read_end(run.output)}"
+            found = find_starts()
+            return len(found) == starts and found[-1][0] == world and found[-1][2] - found[-1][1] >= steps
+
+        wait_for(f"start {starts} with {world} workers", look, run.output)
+
+    with run.start(*command, RAY_ADDRESS=cluster.address) as process:
+        wait_for_start(1, world=2, steps=2 * SAVE_EVERY + 3)
         cluster.remove_node(lost, allow_graceful=False)
-        job.wait_for(starts=2, world=1, steps=2)
+        wait_for_start(2, world=1, steps=2)
         going = cluster.add_node(num_cpus=1)
-        job.wait_for(starts=3, world=2, steps=2)
-        notified = job.find_starts()[-1][2]
+        wait_for_start(3, world=2, steps=2)
+        notified = find_starts()[-1][2]
         drain(cluster.address, going.node_id)
-        job.wait_for(starts=4, world=1, steps=2)
-        code = job.process.wait(timeout=120)
-    finally:
-        if job.process.poll() is None:
-            job.process.send_signal(signal.SIGKILL)
-            job.process.wait()
-    assert code == 0, job.tell()
-    (_, first, ended), (_, second, alone), (_, third, _), (_, fourth, last) = job.find_starts()
+        wait_for_start(4, world=1, steps=2)
+        run.wait_for_end(process)
+    (_, first, ended), (_, second, alone), (_, third, _), (_, fourth, last) = find_starts()
     assert first == 1 and last == STEPS
     for begun, before in ((second, ended), (third, alone)):  # Ray may count a save late
         assert (begun - 1) % SAVE_EVERY == 0 and 0 <= before - (begun - 1) < 2 * SAVE_EVERY
     assert 1 < second < third
     assert fourth - 1 >= notified
-    losses = find_losses()
-    taken = job.read()
+    losses, taken = find_losses(), read()
     assert {each["step"] for each in taken} == set(losses)
     worst = max(abs(each["loss"] - losses[each["step"]]) / losses[each["step"]] for each in taken)
     assert worst < BOUND, worst
-    output = job.output.read_text()
+    output = run.output.read_text()
     assert output.count("deepspeed_ucp is on by the environment variable") >= 4
     assert output.count("deepspeed_ucp loads it, ZeRO-1 dp=2") == 2
     assert output.count("deepspeed_ucp loads it, ZeRO-1 dp=1") == 1

@@ -9,38 +9,28 @@ from pathlib import Path
 import pytest
 
 from tests.platforms.cluster import Cluster, find_missing
-from tests.platforms.jobs import SAVE_EVERY, Run, Steps, wait_for
+from tests.platforms.jobs import SAVE_EVERY, Run, Steps, kill_all, read_end, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(find_missing()), reason=find_missing())]
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path_factory.mktemp("slurm"))
+    folder = tmp_path_factory.mktemp("slurm")
     try:
-        cluster.start()
-        yield cluster
+        yield Cluster(folder)
     finally:
-        cluster.end()
-
-
-def write_stand_in(folder: Path, text: str) -> str:
-    """Write a stand-in for Python, because the recipe's reaction to exit codes does not depend on training."""
-    path = folder / "python"
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-    return str(path)
+        kill_all(f"SLURM_CONF={folder / 'slurm.conf'}")
 
 
 def test_failed_jobs_are_restarted_and_cancelled_ones_are_not(cluster: Cluster, tmp_path: Path) -> None:
-    for name in ("fails", "waits"):
-        (tmp_path / name).mkdir()
-    failing = write_stand_in(tmp_path / "fails", f"echo started >> {tmp_path}/starts; exit 3")
-    waiting = write_stand_in(tmp_path / "waits", f"touch {tmp_path}/begun; exec sleep 600")
+    """Stand-ins replace Python: the recipe's reaction to exit codes does not depend on training."""
+    failing = Run(tmp_path).write_program("fails", f"echo started >> {tmp_path}/starts; exit 3")
+    waiting = Run(tmp_path).write_program("waits", f"touch {tmp_path}/begun; exec sleep 600")
     one = ("--nodes=1",)
     first = cluster.submit(tmp_path / "1", "x", options=one, PYTHON=failing, MAX_RESTARTS="1")
     second = cluster.submit(tmp_path / "2", "x", options=one, PYTHON=waiting)
-    wait_for("the second job", (tmp_path / "begun").exists, cluster.tell)
+    wait_for("the second job", (tmp_path / "begun").exists, cluster.output)
     cluster.ask("scancel", second)
     job = cluster.wait_for_end(first)
     assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "3:0", "1")
@@ -74,9 +64,9 @@ def test_a_rank_requeues_its_job_unless_it_is_cancelled(cluster: Cluster, tmp_pa
         path = tmp_path / name
         return len(path.read_text().splitlines()) if path.exists() else 0
 
-    wait_for("the first start", lambda: count("started") == 1, cluster.tell)
+    wait_for("the first start", lambda: count("started") == 1, cluster.output)
     cluster.ask("scancel", "--signal=USR1", job)  # like --signal=USR1@…
-    wait_for("the second start", lambda: count("started") == 2, cluster.tell)
+    wait_for("the second start", lambda: count("started") == 2, cluster.output)
     cluster.ask("scancel", job)
     ended = cluster.wait_for_end(job)
     assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "1")
@@ -89,27 +79,19 @@ def test_a_slurm_job_resumes_without_a_drained_or_lost_node(cluster: Cluster, re
     run = Run(tmp_path)
     run.hold(4)  # until a signal
     held = run.hold(SAVE_EVERY * 2 + 2)
-    output = tmp_path / "output"
-
-    def tell() -> str:
-        return output.read_text()[-3000:] if output.exists() else cluster.tell()
-
-    job = cluster.submit(output, *run.command())
-    run.wait_for_step(4, starts=1, tell=tell)
+    job = cluster.submit(run.output, *run.command)
+    run.wait_for_step(4, starts=1)
     assert cluster.find_job(job)["NumNodes"] == "2"
     # The operator drains a node and signals the job, which saves and leaves the node.
     cluster.ask("scontrol", "update", "nodename=n2", "state=drain", "reason=test")
     cluster.ask("scancel", "--batch", "--signal=USR1", job)
-    run.wait_for_step(SAVE_EVERY * 2 + 2, starts=2, tell=tell)
+    run.wait_for_step(SAVE_EVERY * 2 + 2, starts=2)
     assert cluster.find_states()["n2"] == "drained"
     cluster.ask("scontrol", "update", "nodename=n2", "state=resume")
     # The node of the batch script is lost.
     cluster.lose("n1")
     held.unlink()
-    ended = cluster.wait_for_end(job, tell)
-    assert (ended["JobState"], ended["Restarts"], ended["NodeList"]) == ("COMPLETED", "2", "n2"), tell()
-    (_, (second, resumed), (third, last)) = run.find_starts()
-    assert (second, third) == (1, 1)
-    assert resumed == 4  # no step was lost
-    assert last == SAVE_EVERY * 2
-    run.check(reference)
+    ended = cluster.wait_for_end(job, run.output)
+    state = ended["JobState"], ended["Restarts"], ended["NodeList"]
+    assert state == ("COMPLETED", "2", "n2"), read_end(run.output)
+    run.check(reference, (2, 0), (1, 4), (1, SAVE_EVERY * 2))  # no step was lost by the signal
