@@ -6,8 +6,8 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from deepspeed_ucp.saves import writer as writing
 from deepspeed_ucp.saves.memory import LOG, Job, SavePart
 from deepspeed_ucp.saves.writer import DestinationWriter, SaveWriter
 from tests.convert.conversions import write_source
+from tests.support.crash import intercept
 from tests.support.memory import read_tree
 
 TAG = "global_step3"
@@ -129,32 +130,16 @@ def write_both(nodes: Sequence[Run]) -> None:
     first.join()
 
 
-def find_step(name: str) -> Callable[..., Any]:
-    """Return a function that a writer calls, by its name in the modules that write a save."""
-    return next(getattr(module, name) for module in MODULES if hasattr(module, name))
-
-
-@contextmanager
-def replace_steps(steps: Mapping[str, object]) -> Iterator[None]:
-    """Replace functions by name in all modules that write a save."""
-    with ExitStack() as stack:
-        for module in MODULES:
-            held = {name: step for name, step in steps.items() if hasattr(module, name)}
-            stack.enter_context(mock.patch.multiple(module, **held) if held else nullcontext())
-        yield
+def find_calls(*names: str) -> list[tuple[object, str]]:
+    """Return functions that a writer calls, by their names in all modules that write a save."""
+    return [(module, name) for module in MODULES for name in names if hasattr(module, name)]
 
 
 @contextmanager
 def call_before(name: str, act: Callable[[], object]) -> Iterator[None]:
     """Call ``act`` once, before a writer calls a function for the first time."""
-    step, acts = find_step(name), [act]
-
-    def call(*args: Any, **options: Any) -> Any:
-        if acts:
-            acts.pop()()
-        return step(*args, **options)
-
-    with replace_steps({name: call}):
+    acts = [act]
+    with intercept(lambda *_: acts and acts.pop()(), find_calls(name)):
         yield
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
-from unittest import mock
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 
-from deepspeed_ucp.io import store as stores
-from deepspeed_ucp.io.paths import is_url
+import obstore
 
-PLACE = "fake://bucket/run"
+from tests.support.crash import intercept
+
+PLACE = "memory://bucket/run"
+"""Destination in a store of this process (tests/support/memory.py)."""
+
+REQUESTS = [(obstore, name) for name in ("list_with_delimiter", "list", "head", "get", "put", "delete")]
 
 Work = Callable[[], str]
 """A writer. It returns how it ended."""
@@ -91,76 +90,14 @@ class Stepper:
                 self.kill(name)
 
 
-class FakeStore(stores.LocalStore):
-    """An object store in a folder of this machine, with conditional writes; each request is a step.
+def kill_at_request(work: Callable[[], object], at: int) -> bool:
+    """Run ``work``, whose threads all end at a store's request number ``at``. Return False if it ended before."""
 
-    Attributes:
-        held: by URL the hash of the content that this process has written.
-    """
+    def act(number: int, *_: object) -> None:
+        if number >= at:
+            raise KilledError
 
-    def __init__(self, root: Path) -> None:
-        self.root, self.held, self.stop = str(root), dict[str, int](), lambda url: None
-
-    def find(self, url: str) -> str:
-        return os.path.join(self.root, url.removeprefix("fake://"))
-
-    def exchange_small(self, url: str, data: bytes, before: bytes | None) -> bool:
-        now = self._look(url)
-        if now == before:
-            now = self._look(url)  # the store compares again when it writes
-            if now == before:
-                self._put(url, data)
-                return True
-        return now == data
-
-    def _look(self, url: str) -> bytes | None:
-        self.stop(url)
-        path = Path(self.find(url))
-        return path.read_bytes() if path.exists() else None
-
-    def _put(self, url: str, data: bytes | str) -> None:
-        path = Path(self.find(url))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(Path(data).read_bytes() if isinstance(data, str) else data)
-        self.held[url] = hash(path.read_bytes())
-
-    def remove(self, url: str) -> None:
-        self.stop(url)
-        path = Path(self.find(url))
-        if not path.is_file():
-            return
-        path.unlink()
-        self.held.pop(url, None)
-        while not any(path.parent.iterdir()) and str(path.parent) != self.root:  # a store has no empty folders
-            path = path.parent
-            path.rmdir()
-
-    def clear(self) -> None:
-        shutil.rmtree(self.root, ignore_errors=True)
-        os.makedirs(self.root)
-        self.held.clear()
-
-
-def _make_step(name: str) -> Callable[..., Any]:
-    def call(self: FakeStore, url: str, *args: Any, **options: Any) -> Any:
-        self.stop(url)
-        if name in ("write_small", "put_file"):
-            return self._put(url, *args)
-        return getattr(stores.LocalStore(), name)(self.find(url), *args, **options)
-
-    return call
-
-
-for _name in (
-    "list_folder", "list_tree", "write_small", "put_file", "find_entry", "find_change", "is_file", "exists",
-    "read_small", "open_regular", "open_stored",
-):  # fmt: skip
-    setattr(FakeStore, _name, _make_step(_name))
-
-
-@contextmanager
-def use_store(fake: FakeStore) -> Iterator[None]:
-    """Let the package find the fake store behind URLs."""
-    choose = stores._choose
-    with mock.patch.object(stores, "_choose", lambda path: fake if is_url(path) else choose(path)):
-        yield
+    with suppress(KilledError), intercept(act, REQUESTS):
+        work()
+        return False
+    return True

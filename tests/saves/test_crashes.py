@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,28 +14,24 @@ import pytest
 
 from tests.convert.conversions import read_bytes
 from tests.saves.nodes import Nodes
-from tests.saves.saving import SCRIPT, TAG, Run, begin, make_parts, replace_steps
-from tests.saves.stepping import PLACE, FakeStore, use_store
+from tests.saves.saving import SCRIPT, TAG, Run, begin, make_parts
+from tests.saves.stepping import PLACE, kill_at_request
 from tests.support.covering import stride
-from tests.support.crash import CALLS, Calls, list_calls, run_dying
+from tests.support.crash import run_dying
+from tests.support.memory import clear_memory
 
 
 @dataclass
 class Case:
-    """One attempt of a writer to kill, and the checks after the kill and after the next attempt.
-
-    Attributes:
-        calls: functions before whose calls it is killed, at every call of number ``step``.
-    """
+    """One attempt of a writer to kill, and the checks after the kill and after the next attempt."""
 
     work: Callable[[], object]
-    check_killed: Callable[[], object]
     check_ended: Callable[[], object]
-    calls: Calls = CALLS
-    step: int = field(default_factory=lambda: stride(5))
+    check_killed: Callable[[], object] = lambda: None
 
 
-def overwrite(run: Run) -> Case:
+def overwrite(folder: Path, _: ExitStack, destination: str = "") -> Case:
+    run = Run(folder, destination)
 
     def check_killed() -> None:
         assert run.is_whole(run.latest)
@@ -46,27 +42,11 @@ def overwrite(run: Run) -> Case:
 
     run.write_save()
     run.save()
-    return Case(run.write, check_killed, check_ended, step=stride(7))
+    return Case(run.write, check_ended, check_killed)
 
 
-def write_to_folder(folder: Path, _: ExitStack) -> Case:
-    return overwrite(Run(folder))
-
-
-def use_fake_store(folder: Path, stack: ExitStack) -> FakeStore:
-    fake = FakeStore(folder / "store")
-    os.makedirs(fake.root)
-    stack.enter_context(use_store(fake))
-    stack.enter_context(replace_steps({"map_threads": lambda work, items, _: [work(each) for each in items]}))
-    return fake
-
-
-def write_to_store(folder: Path, stack: ExitStack) -> Case:
-    fake = use_fake_store(folder, stack)
-    return replace(overwrite(Run(folder, PLACE)), calls=[(fake, "stop")], step=stride(5))
-
-
-def prune(run: Run) -> Case:
+def prune(folder: Path, _: ExitStack, destination: str = "") -> Case:
+    run = Run(folder, destination)
 
     def check_ended() -> None:
         run.write_save(tag="c", keep=1)
@@ -74,15 +54,10 @@ def prune(run: Run) -> Case:
 
     run.write_save(tag="a", keep=1)
     run.save(tag="b", keep=1)
-    return Case(run.write, lambda: None, check_ended, step=stride(3))
+    return Case(run.write, check_ended)
 
 
-def prune_store(folder: Path, stack: ExitStack) -> Case:
-    fake = use_fake_store(folder, stack)
-    return replace(prune(Run(folder, PLACE)), calls=[(fake, "stop")])
-
-
-def write_part(folder: Path, killed: int) -> Case:
+def write_part(folder: Path, _: ExitStack, killed: int) -> Case:
     """Write one node's part of a save. The other part exists unless its node waits for the first node."""
     nodes = make_parts(folder)
     begin(nodes[0].job.list_saves()[0])
@@ -96,7 +71,7 @@ def write_part(folder: Path, killed: int) -> Case:
     def work() -> None:
         assert nodes[killed].write(wait=0.5)
 
-    return Case(work, lambda: None, check_ended)
+    return Case(work, check_ended)
 
 
 def copy_to_node(folder: Path, stack: ExitStack) -> Case:
@@ -117,39 +92,32 @@ def copy_to_node(folder: Path, stack: ExitStack) -> Case:
             (copy,) = [each for each in nodes.jobs[1].list_copies() if each.number == made.number]
             assert read_bytes(Path(copy.folder) / made.tag) == read_bytes(Path(made.folder) / made.tag)
 
-    return Case(lambda: nodes.copy(save), check_killed, check_ended)
+    return Case(lambda: nodes.copy(save), check_ended, check_killed)
 
 
-CASES: dict[str, Callable[[Path, ExitStack], Case]] = {
-    "folder": write_to_folder,
-    "store": write_to_store,
-    "prune folder": lambda folder, _: prune(Run(folder)),
-    "prune store": prune_store,
-    "first node": lambda folder, _: write_part(folder, 0),
-    "second node": lambda folder, _: write_part(folder, 1),
-    "copy": copy_to_node,
+CASES: dict[str, tuple[Callable[[Path, ExitStack], Case], int]] = {
+    "folder": (overwrite, 7),
+    "store": (partial(overwrite, destination=PLACE), 5),
+    "prune folder": (prune, 3),
+    "prune store": (partial(prune, destination=PLACE), 5),
+    "first node": (partial(write_part, killed=0), 5),
+    "second node": (partial(write_part, killed=1), 5),
+    "copy": (copy_to_node, 5),
 }
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as made:
-        yield made
+"""Kind → case, and the step of the sweep over its calls."""
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_a_writer_killed_at_any_call_leaves_a_complete_save(kind: str, stack: ExitStack) -> None:
-    above = Path(stack.enter_context(TemporaryDirectory(dir="/dev/shm")))
-    folder, kept = above / "here", above / "kept"
-    case = CASES[kind](folder, stack)
-    shutil.copytree(folder, kept)
-
-    calls = len(list_calls(case.work, case.calls))
-    assert calls > 8
-    for at in range(0, calls, case.step):
-        shutil.rmtree(folder)
-        shutil.copytree(kept, folder)
-        assert run_dying(case.work, at, calls=case.calls), at
-        case.check_killed()
-        case.work()
-        case.check_ended()
+def test_a_writer_killed_at_any_call_leaves_a_complete_save(kind: str) -> None:
+    make, step = CASES[kind]
+    for at in count(0, stride(step)):
+        clear_memory()
+        with TemporaryDirectory(dir="/dev/shm") as folder, ExitStack() as stack:
+            case = make(Path(folder), stack)
+            is_killed = (kill_at_request if "store" in kind else run_dying)(case.work, at)
+            case.check_killed()
+            case.work()
+            case.check_ended()
+        if not is_killed:
+            break
+    assert at > 8

@@ -6,10 +6,9 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from unittest import mock
@@ -24,13 +23,15 @@ from deepspeed_ucp.formats.deepspeed.files import SEAL
 from deepspeed_ucp.formats.latest import is_sealed
 from deepspeed_ucp.formats.open import seal_folder
 from deepspeed_ucp.io.paths import UPLOAD
-from deepspeed_ucp.io.store import list_tree, read_small, write_small
+from deepspeed_ucp.io.store import list_tree, put_file, read_small
 from deepspeed_ucp.saves import destinations, publishing
 from deepspeed_ucp.saves.memory import Job, SavePart
 from deepspeed_ucp.saves.publishing import WRITTEN, is_save_file
-from tests.saves.saving import TAG, find_step, make_save, replace_steps
-from tests.saves.stepping import PLACE, FakeStore, Stepper, use_store
+from tests.saves.saving import MODULES, TAG, find_calls, make_save
+from tests.saves.stepping import PLACE, REQUESTS, Stepper
 from tests.support.covering import stride
+from tests.support.crash import Calls, intercept
+from tests.support.memory import clear_memory
 from tests.support.reshard import examples
 
 LOST = "has published this tag"
@@ -41,29 +42,59 @@ DONE = "written"
 
 BEGIN = publishing.begin_writing
 
+FOLDER_STEPS = find_calls(
+    "put_file", "_identify", "_rename", "_move_others_and_delete", "list_folder", "write_small", "seal_folder", "exists"
+)
+"""Operations of a writer on a folder."""
+
 
 class Bench:
     """Two writers of one tag in a fresh destination, and a reader that checks after each step.
 
     Attributes:
+        first: name of the job whose save the destination has at the beginning: none, "c" by its writer, or "plain",
+            the files of "c" without ``ucp_published.json``.
         published: names of the jobs whose save the reader found in the tag, in order.
-        first: name of the job whose save the place has at the beginning, or "".
+        begun: by writer the number of published saves when it began.
+        stop: called before each operation or request of a writer.
     """
 
-    def __init__(self, saves: dict[str, SavePart], destination: str) -> None:
-        self.saves, self.destination = dict(saves), destination
-        self.contents = {name: self._read_memory(save) for name, save in saves.items()}
-        self.published, self.known = list[str](), dict[object, str]()
-        self.first = ""
-        self.begun = dict[str, int]()
-        self.state: Callable[[], object] = lambda: None
-        self.clear: Callable[[], None] = lambda: None
-        self.stop_at: Callable[[Callable[[], None]], None] = lambda _: None
+    def __init__(self, saves: dict[str, SavePart], destination: str, first: str) -> None:
+        self.saves, self.destination, self.first = dict(saves), destination, first
+        self.contents = {
+            name: {path.name: path.read_bytes() for path in Path(save.folder, save.tag).iterdir()}
+            for name, save in saves.items()
+        }
+        self.published, self.begun = list[str](), dict[str, int]()
+        self.stop: Callable[[], None] = lambda: None
+        self._known, self._hashes = dict[object, str](), dict[tuple[str, str], int]()
 
-    @staticmethod
-    def _read_memory(save: SavePart) -> dict[str, bytes]:
-        folder = Path(save.folder, save.tag)
-        return {path.name: path.read_bytes() for path in folder.iterdir()}
+    def clear(self) -> None:
+        """Empty the destination, and write the first save to it."""
+        clear_memory()
+        shutil.rmtree(self.destination, ignore_errors=True)
+        if "://" not in self.destination:
+            os.mkdir(self.destination)
+        self.published.clear()
+        self.begun.clear()
+        self._hashes.clear()  # versions are numbered anew
+        if self.first == "c":
+            self.write("c")
+        elif self.first == "plain":
+            for name in self.contents["c"]:
+                put_file(f"{self.destination}/{TAG}/{name}", os.path.join(self.saves["c"].folder, TAG, name))
+            seal_folder(f"{self.destination}/{TAG}", Comm())
+
+    def hash_files(self) -> frozenset[tuple[str, int]]:
+        """Return the names of the tag's files, each with a hash of its content."""
+        tag, found = f"{self.destination}/{TAG}", set[tuple[str, int]]()
+        with suppress(FileNotFoundError, NotADirectoryError):
+            for name, entry in list_tree(tag).items():
+                version = name, entry.version
+                if not entry.version or version not in self._hashes:
+                    self._hashes[version] = hash(read_small(f"{tag}/{name}"))
+                found.add((name, self._hashes[version]))
+        return frozenset(found)
 
     def note_begin(self, tag: publishing.Tag) -> str:
         """Note the saves that a writer knows at its start."""
@@ -80,7 +111,7 @@ class Bench:
     def write(self, name: str) -> str:
         """Write a job's save like its writer, and retry after a temporary error."""
         save, destination = self.saves[name], self.destination
-        for _ in range(1 if save.nodes == 1 else 100):  # nodes wait for each other
+        for _ in range(100):  # nodes wait for each other
             try:
                 destinations.write_save(save, destination, 0.0)
                 destinations.delete_coordination_files(save, destination)
@@ -93,10 +124,10 @@ class Bench:
 
     def check(self) -> None:
         """Check that the tag is missing or is one job's complete save."""
-        state = self.state()
-        if state is None or state not in self.known:
-            self.known[state] = self.read()
-        if (name := self.known[state]) and name != (self.published or [""])[-1]:
+        state = self.hash_files()
+        if state not in self._known:
+            self._known[state] = self.read()
+        if (name := self._known[state]) and name != (self.published or [""])[-1]:
             self.published.append(name)
 
     def read(self) -> str:
@@ -116,11 +147,9 @@ class Bench:
     def run(self, order: Callable[[Stepper], object]) -> Stepper:
         """Run two writers in an order, in an empty destination, and check how they ended."""
         self.clear()
-        self.published.clear()
-        self.begun.clear()
         names = [name for name in self.saves if name != "c"]
         stepper = Stepper({name: lambda name=name: self.write(name) for name in names}, self.check)
-        self.stop_at(stepper.stop)
+        self.stop = stepper.stop
         try:
             order(stepper)
             while pending := [name for name in names if name not in stepper.ended]:
@@ -128,8 +157,8 @@ class Bench:
                     stepper.run(name, 300)  # it may wait for another writer
         finally:
             stepper.close()
-            self.stop_at(lambda: None)
-        assert not self.first or self.published[0] == self.first
+            self.stop = lambda: None
+        assert not self.first or self.published[0] == "c"
         self.check_ends(stepper.ended)
         return stepper
 
@@ -164,102 +193,52 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SavePart]:
     return made
 
 
-def run_here(work: Callable[[str], object], items: Iterator[str], *_: object) -> list[object]:
+def run_here(work: Callable[[str], object], items: Iterable[str], *_: object) -> list[object]:
     return [work(item) for item in items]
 
 
 @contextmanager
-def use_fake_store(saves: dict[str, SavePart], root: Path) -> Iterator[Bench]:
-    """A single writer's requests to its temporary folder count only if they mark the end of a part or of the save."""
-    fake, bench = FakeStore(root), Bench(saves, PLACE)
+def stop_at(bench: Bench, calls: Calls) -> Iterator[None]:
+    """Stop before each call; for the lock of a folder as long as another writer holds it.
 
-    def stop_at(stop: Callable[[], None]) -> None:
-        def stop_at_shared(url: str) -> None:
-            save = saves.get(threading.current_thread().name)
-            is_private = save is not None and f"{UPLOAD}{save.job}-" in url and len(bench.saves) == len(saves)
-            if not is_private or os.path.basename(url) == SEAL or os.path.basename(url).startswith(WRITTEN):
-                stop()
+    A single writer's requests to its temporary folder count only if they mark the end of a part or of the save.
+    """
+    held = set[str]()
 
-        fake.stop = stop_at_shared
-
-    bench.state, bench.clear, bench.stop_at = lambda: frozenset(fake.held.items()), fake.clear, stop_at
-    with use_store(fake):
-        yield bench
-
-
-FOLDER_STEPS = (
-    "put_file", "_identify", "_rename", "_move_others_and_delete", "list_folder", "write_small", "seal_folder", "exists"
-)  # fmt: skip
-"""Operations of a writer on a folder."""
-
-
-@contextmanager
-def use_folder(saves: dict[str, SavePart], root: Path) -> Iterator[Bench]:
-    """A writer also stops while it holds the lock for which the other one waits."""
-    bench, stops, held = Bench(saves, str(root / "destination")), list[Callable[[], None]](), set[str]()
-
-    def stop() -> None:
-        stops[-1]()
-
-    def wrap(step: Callable[..., object]) -> Callable[..., object]:
-        def call(*args: object, **options: object) -> object:
-            stop()
-            return step(*args, **options)
-
-        return call
+    def stop(_: int, __: str, arguments: tuple[object, ...]) -> None:
+        save, url = bench.saves.get(threading.current_thread().name), str(arguments[1:2])
+        is_private = save is not None and f"{UPLOAD}{save.job}-" in url and len(bench.saves) == 3
+        if calls is not REQUESTS or not is_private or SEAL in url or WRITTEN in url:
+            bench.stop()
 
     @contextmanager
     def lock(_: str) -> Iterator[None]:
-        stop()
+        bench.stop()
         while held:
-            stop()
+            bench.stop()
         held.add(threading.current_thread().name)
         try:
             yield
         finally:
             held.clear()
 
-    def clear() -> None:
-        shutil.rmtree(bench.destination, ignore_errors=True)
-        os.mkdir(bench.destination)
-
-    bench.clear, bench.stop_at, bench.state = clear, stops.append, partial(hash_files, Path(bench.destination, TAG))
-    stops.append(lambda: None)
-    with replace_steps({**{name: wrap(find_step(name)) for name in FOLDER_STEPS}, "_lock_folder": lock}):
-        yield bench
+    with intercept(stop, calls), mock.patch.object(publishing, "_lock_folder", lock):
+        yield
 
 
-def hash_files(folder: Path) -> frozenset[tuple[str, int]]:
-    """Return the names of a folder's files, each with a hash of its content."""
-    paths = folder.iterdir() if folder.exists() else ()
-    return frozenset((path.name, hash(path.read_bytes())) for path in paths)
-
-
-def put_plain(bench: Bench) -> None:
-    """Put files of a save directly into the tag."""
-    for name, data in bench.contents["c"].items():
-        write_small(f"{bench.destination}/{TAG}/{name}", data)
-    seal_folder(f"{bench.destination}/{TAG}", Comm())
-
-
-KINDS = ["folder", "folder, existing", "store", "store, existing", "store, plain"]
+KINDS = ["folder", "folder, c", "store", "store, c", "store, plain"]
 
 
 @pytest.fixture(params=KINDS)
 def bench(request: pytest.FixtureRequest, saves: dict[str, SavePart]) -> Iterator[Bench]:
-    """A destination without the tag, or with a tag of another job or without ``ucp_published.json``."""
-    kind, _, prepared = request.param.partition(", ")
-    use = use_folder if kind == "folder" else use_fake_store
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as root, use(saves, Path(root)) as made:
-        clear, prepare = made.clear, put_plain if prepared == "plain" else lambda bench: bench.write("c")
-
-        def clear_and_prepare() -> None:
-            clear()
-            if prepared:
-                prepare(made)
-
-        made.clear, made.first = clear_and_prepare, "c" if prepared else ""
-        with replace_steps({"map_threads": run_here, "begin_writing": made.note_begin}):
+    """A destination without the tag, or with a tag of another job."""
+    kind, _, first = request.param.partition(", ")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as root, pytest.MonkeyPatch.context() as patch:
+        made = Bench(saves, PLACE if kind == "store" else f"{root}/destination", first)
+        patch.setattr(destinations, "begin_writing", made.note_begin)
+        for module in MODULES:
+            patch.setattr(module, "map_threads", run_here)
+        with stop_at(made, REQUESTS if kind == "store" else FOLDER_STEPS):
             yield made
 
 
@@ -281,7 +260,7 @@ def test_two_writers_that_interrupt_each_other_twice_leave_one_complete_save(ben
     assert "://" not in bench.destination or not [name for name in left if WRITTEN not in name]
 
 
-@pytest.mark.parametrize("bench", ["folder", "folder, existing", "store"], indirect=True)
+@pytest.mark.parametrize("bench", ["folder", "folder, c", "store"], indirect=True)
 def test_two_writers_of_which_one_is_killed_leave_one_complete_save(bench: Bench) -> None:
     """One is killed at each fifth operation, after some of the other's; at each operation under `-m exhaustive`."""
     longest, step = bench.measure(), stride(5)
@@ -296,7 +275,7 @@ def test_two_writers_of_which_one_is_killed_leave_one_complete_save(bench: Bench
         bench.run(order)
 
 
-@pytest.mark.parametrize("bench", ["folder, existing", "store"], indirect=True)
+@pytest.mark.parametrize("bench", ["folder, c", "store"], indirect=True)
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 12)), max_size=12))
 @examples(60)
 def test_two_writers_in_any_order_leave_one_complete_save(bench: Bench, turns: list[tuple[str, int]]) -> None:

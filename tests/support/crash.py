@@ -6,7 +6,6 @@ import errno
 import os
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,14 +27,13 @@ _ALARM = 600
 @contextmanager
 def intercept(act: Callable[[int, str, tuple[Any, ...]], None], calls: Calls = CALLS) -> Iterator[None]:
     """Call ``act(number, name, arguments)`` before each of the calls (`open`: if it creates or truncates)."""
-    numbers, lock = count(), threading.Lock()
+    numbers = count()
     originals = [(owner, name, getattr(owner, name)) for owner, name in calls]
 
     def wrap(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if name != "open" or (len(args) > 1 and args[1] & (os.O_CREAT | os.O_TRUNC)):
-                with lock:
-                    act(next(numbers), name, args)
+                act(next(numbers), name, args)
             return original(*args, **kwargs)
 
         return wrapper
@@ -75,7 +73,7 @@ def run_child(work: Callable[[], object]) -> int:
     return code
 
 
-def run_dying(work: Callable[[], object], at: int, *, torn: bool = False, calls: Calls = CALLS) -> bool:
+def run_dying(work: Callable[[], object], at: int, *, torn: bool = False) -> bool:
     """Run ``work`` in a child that is killed at call number ``at``. Return False if it ended before.
 
     Args:
@@ -91,7 +89,7 @@ def run_dying(work: Callable[[], object], at: int, *, torn: bool = False, calls:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def run() -> None:
-        with intercept(act, calls):
+        with intercept(act):
             work()
 
     return run_child(run) == -signal.SIGKILL
@@ -124,10 +122,10 @@ def failing(at: int, *, code: int = errno.ENOSPC) -> Iterator[None]:
         yield
 
 
-def list_calls(work: Callable[[], object], calls: Calls = CALLS) -> list[str]:
+def list_calls(work: Callable[[], object]) -> list[str]:
     """List the names of the calls of ``work``, in this process."""
     names: list[str] = []
-    with intercept(lambda _number, name, _args: names.append(name), calls):
+    with intercept(lambda _number, name, _args: names.append(name)):
         work()
     return names
 
