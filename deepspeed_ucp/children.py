@@ -156,16 +156,12 @@ def _hold(signals: set[int], parent: int) -> None:
 
 
 def _take_effect(number: int, *, from_parent: bool = False) -> None:
-    if from_parent and number == signal.SIGTERM and _is_loader_worker():
-        os._exit(0)  # as torch's handler does: any other code would be an error in the rank
+    data = sys.modules.get("torch.utils.data")
+    if from_parent and number == signal.SIGTERM and data is not None and data.get_worker_info() is not None:
+        os._exit(0)  # a loader's worker, as torch's handler does: any other code would be an error in the rank
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
     signal.raise_signal(number)
     signal.pthread_sigmask(signal.SIG_BLOCK, {number})
-
-
-def _is_loader_worker() -> bool:
-    module = sys.modules.get("torch.utils.data")
-    return module is not None and module.get_worker_info() is not None
 
 
 def _end_daemons() -> None:

@@ -90,10 +90,4 @@ def _call(name: str, method: Any, *args: Any) -> None:
         mute(name)
 
 
-def _mute_all() -> None:
-    """In a forked child, leave the reports to the parent."""
-    if _active:
-        _active.clear()
-
-
-os.register_at_fork(after_in_child=_mute_all)
+os.register_at_fork(after_in_child=lambda: _active.clear() if _active else None)  # leaves the reports to the parent

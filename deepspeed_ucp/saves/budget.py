@@ -33,10 +33,8 @@ def is_safe(save: SavePart) -> bool:
 
     The part of a node without files needs no memory in any case.
     """
-    if not save.is_written():
-        return False
-    is_known = save.node == 0 or not save.list_files()  # a part without files needs no memory in any case
-    return is_known or all(has_sealed_part(save, destination) for destination in save.destinations)
+    is_known = save.node == 0 or not save.list_files()
+    return save.is_written() and (is_known or all(has_sealed_part(save, each) for each in save.destinations))
 
 
 def is_unneeded(save: SavePart, saves: Iterable[SavePart], *, is_dead: bool) -> bool:

@@ -63,11 +63,6 @@ class _SentFile(_Message):
     changed: int = Field(ge=0, lt=1 << 62)
 
 
-def _look_at(folder: str, path: str) -> _SentFile:
-    status = os.stat(os.path.join(folder, path))
-    return _SentFile(path=path, size=status.st_size, changed=status.st_mtime_ns)
-
-
 class _Parcel(_Message):
     """A save, its files (None if the receiver has them), and its marks by destination."""
 
@@ -254,14 +249,15 @@ class Replicator:
         """Send a save; return its marks as sent."""
         state = save.read_state()
         done, has_it = state["done"], state["copied"].get(str(self.target))
-        files = None if has_it else [_look_at(save.folder, path) for path in save.list_files()]
-        parcel = _Parcel(save=replace(save, folder=""), files=files, done=done)
+        found = [] if has_it else [(path, os.stat(os.path.join(save.folder, path))) for path in save.list_files()]
+        files = [_SentFile(path=path, size=status.st_size, changed=status.st_mtime_ns) for path, status in found]
+        parcel = _Parcel(save=replace(save, folder=""), files=None if has_it else files, done=done)
         peer = Peer(socket.create_connection(self.address, timeout=_REACHED), self.secret, accepted=False)
         try:
             peer.send(parcel.model_dump_json().encode())
             reply = peer.receive_reply()
             if reply.wanted:
-                for file in files or ():
+                for file in files:
                     peer.send_file(os.path.join(save.folder, file.path), file.size)
                 if not save.is_recorded():  # a newer one may be written over it
                     raise StorageError(f"{save.tag} is no longer in memory")

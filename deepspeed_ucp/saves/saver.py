@@ -212,12 +212,6 @@ class Saver:
         if destinations:
             self._requested[self.number] = tag
 
-    def forget(self) -> None:
-        """Delete the save that another node could not record."""
-        for save in self.job.list_saves():
-            if save.number == self.number:
-                save.remove()
-
     def end(self, save_dir: str, tag: str, *, latest: bool, is_snapshot: bool) -> None:
         """Notify the writer of the recorded save, and delete saves that it replaces."""
         self.writer.notify()
@@ -384,8 +378,9 @@ def save_into_memory(
     try:
         comm.run(record)
     except UcpError as error:
-        if is_shared(error) and saver.is_owner:
-            saver.forget()
+        if is_shared(error) and saver.is_owner:  # another node could not record it
+            for save in (save for save in saver.job.list_saves() if save.number == saver.number):
+                save.remove()
         raise
     # Until all nodes have recorded this save, a dead job's may be the only complete one.
     comm.run(lambda: saver.end(save_dir, tag, latest=latest, is_snapshot=is_snapshot) if saver.is_owner else None)

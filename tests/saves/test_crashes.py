@@ -13,8 +13,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from tests.convert.conversions import read_bytes
-from tests.saves.nodes import Nodes
-from tests.saves.saving import SCRIPT, TAG, Run, begin, make_parts
+from tests.saves.saving import SCRIPT, TAG, Nodes, Run, begin, make_parts
 from tests.saves.stepping import PLACE, kill_at_request
 from tests.support.covering import stride
 from tests.support.crash import run_dying

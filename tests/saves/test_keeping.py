@@ -14,9 +14,9 @@ import pytest
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import SaveOptions, SaveTier, UniversalConfig
 from deepspeed_ucp.saves import keeping
-from deepspeed_ucp.saves.memory import Job, find_root, locate, name_job
+from deepspeed_ucp.saves.memory import locate
 from tests.convert.conversions import write_source
-from tests.saves.saving import PATIENCE, TAG, is_whole, make_save
+from tests.saves.saving import PATIENCE, TAG, Run, is_whole
 
 CONFIG = UniversalConfig(save=SaveOptions())
 
@@ -118,8 +118,9 @@ def test_a_save_to_another_destination_does_not_complete_the_folder(save: SaveOp
 
 def test_pending_saves_of_a_dead_job_are_written_before_the_folder_is_read(tmp_path: Path) -> None:
     config = UniversalConfig(save=SaveOptions(memory=str(tmp_path / "memory"), wait_s=PATIENCE))
-    dead = Job(os.path.join(find_root(str(tmp_path / "memory")), name_job()))
-    make_save(dead, str(tmp_path / "out" / "checkpoint-3"))
+    dead = Run(tmp_path)
+    dead.save("out/checkpoint-3")
+    dead.job.disown()
     keeping.finish_folders(config, tmp_path / "out", Comm())
     assert is_whole(str(tmp_path / "out" / "checkpoint-3" / TAG))
     keeping.finish_folders(UniversalConfig(), tmp_path / "out", Comm())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import time
@@ -28,10 +27,9 @@ from deepspeed_ucp.saves.launch import start_writer
 from deepspeed_ucp.saves.memory import SavePart, find_root, is_locked, name_job
 from deepspeed_ucp.saves.neighbours import Neighbours, find_address, find_neighbours
 from deepspeed_ucp.saves.saver import Saver
-from deepspeed_ucp.saves.search import find_in_memory, search_memory
+from deepspeed_ucp.saves.search import search_memory
 from tests.convert.conversions import read_bytes, write_source
-from tests.saves.nodes import SECRET, Nodes
-from tests.saves.saving import CONFIG, PATIENCE, TAG, find_writer, is_whole, make_save
+from tests.saves.saving import CONFIG, PATIENCE, SECRET, TAG, Nodes, find_writer, is_whole, make_save
 from tests.support.ranks import run_ranks
 from tests.support.until import wait_until
 
@@ -54,15 +52,12 @@ def describe(save: SavePart, **changes: Any) -> dict[str, Any]:
 
 
 def offer(peer: Peer, description: Any) -> copies._Reply:
-    """Send a description; return the reply."""
     peer.send(description if isinstance(description, bytes) else json.dumps(description).encode())
     return peer.receive_reply()
 
 
 def test_each_node_gets_a_copy_of_the_others_part(nodes: Nodes) -> None:
-    nodes.start(0, 1)
-    saves = [nodes.save(node) for node in range(2)]
-    wait_until(lambda: all(save.read("copied") for save in saves))
+    saves = nodes.save_both()
     for node, save in enumerate(saves):
         (copy,) = nodes.jobs[1 - node].list_copies()
         assert replace(copy, folder="") == replace(save, folder="")
@@ -85,24 +80,6 @@ def test_a_part_of_a_save_without_files_is_copied(nodes: Nodes) -> None:
     nodes.copy(save)
     (copy,) = nodes.jobs[1].list_copies()
     assert replace(copy, folder="") == replace(save, folder="") and save.read("copied") == {"1": "yes"}
-
-
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_load_finds_the_newest_save_with_all_parts(lost: int, nodes: Nodes) -> None:
-    nodes.start(0, 1)
-    saves = [nodes.save(node) for node in range(2)]
-    wait_until(lambda: all(save.read("copied") for save in saves))
-    nodes.stop()
-    nodes.save(1 - lost, tag="next", step=9)
-    for job in nodes.jobs:
-        job.disown()
-    shutil.rmtree(nodes.memories[lost])
-    config = UniversalConfig(save=SaveOptions(memory=nodes.memories[1 - lost]))
-    with mock.patch("deepspeed_ucp.saves.launch.start_writer"):
-        found = find_in_memory(config, str(nodes.folder / "destination"), None, Comm())
-    assert found is not None and found.tag == TAG
-    assert found.folder == nodes.jobs[1 - lost].find_folder(1)
-    assert found.copies == (nodes.jobs[1 - lost].find_copy(lost, 1),)
 
 
 def test_a_done_mark_counts_although_the_copy_lacks_it(nodes: Nodes) -> None:
@@ -133,13 +110,21 @@ def test_a_peer_without_the_secret_is_refused(nodes: Nodes, caplog: pytest.LogCa
     assert nodes.list_copies(1) == []
 
 
-@pytest.mark.parametrize("at", [0, 1, 200])
-def test_an_interrupted_connection_leaves_no_partial_copy(at: int, nodes: Nodes) -> None:
+@pytest.mark.parametrize("at", [0, 1, 200, None], ids=lambda at: "changed byte" if at is None else f"cut at {at}")
+def test_a_faulty_transfer_leaves_no_partial_copy(
+    at: int | None, nodes: Nodes, caplog: pytest.LogCaptureFixture
+) -> None:
     nodes.start(1)
     save = nodes.save(0)
+    data = Path(save.folder, save.list_files()[0]).read_bytes()
     with nodes.call() as peer:
         assert offer(peer, describe(save)).wanted
-        peer.send(Path(save.folder, save.list_files()[0]).read_bytes()[:at])
+        peer.send(bytes([data[0] ^ 1]) + data[1:] if at is None else data[:at])
+        if at is None:
+            peer.send(crc32(data).to_bytes(4, "big"))
+            with pytest.raises((EOFError, OSError)):
+                peer.receive_reply()
+            wait_until(lambda: "its CRC32 is not the one that was sent" in caplog.text)
     wait_until(lambda: not list(Path(nodes.jobs[1].folder).glob("copy-*")))
     nodes.start(0)
     wait_until(lambda: save.read("copied").get("1"))
@@ -165,43 +150,29 @@ PATHS = (
     "../elsewhere", f"{TAG}/../../elsewhere", "/tmp/elsewhere", f"{TAG}/a\0b", f"{TAG}/./a", "other/a", "save-0.json",
     "latest", ".hidden",
 )  # fmt: skip
-TAGS = {"..": "../elsewhere", "/tmp": "/tmp/elsewhere", "": "/elsewhere"}
 SAVES: list[dict[str, Any]] = [
     {"job": "../job"}, {"node": 1}, {"node": 7}, {"nodes": 3}, {"number": 0}, {"number": 10**9}, {"number": "1"},
-    {"destinations": {"destination": "all"}},
+    {"destinations": {"destination": "all"}}, {"tag": ".."}, {"tag": "/tmp"}, {"tag": ""},
 ]  # fmt: skip
+MALFORMED = [b"", b"no JSON", b"[" * 100_000, b'{"save": {}}', b"\xff\xfe"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "path"),
-    [
-        *(({}, path) for path in PATHS),
-        *(({"tag": tag}, path) for tag, path in TAGS.items()),
-        *((changes, "") for changes in SAVES),
-    ],
-    ids=str,
-)
-def test_a_description_with_an_outside_path_is_refused(changes: dict[str, Any], path: str, nodes: Nodes) -> None:
+@pytest.mark.parametrize("given", [*PATHS, *SAVES, *MALFORMED], ids=lambda given: str(given)[:50])
+def test_a_description_that_is_malformed_or_leads_outside_is_refused(given: Any, nodes: Nodes) -> None:
     nodes.start(1)
+    changes = given if isinstance(given, dict) else {}
     description = describe(nodes.save(0), **changes)
-    if path:
+    if given in PATHS or "tag" in changes:
+        path = f"{changes['tag']}/elsewhere" if changes else given
         description["files"].append({"path": path, "size": 4, "changed": 1})
     before = set(nodes.folder.rglob("*"))
     with nodes.call() as peer, pytest.raises(StorageError, match="refused"):
-        offer(peer, description)
-    assert set(nodes.folder.rglob("*")) == before
-
-
-@pytest.mark.parametrize("data", [b"", b"no JSON", b"[" * 100_000, b'{"save": {}}', b"\xff\xfe"], ids=len)
-def test_a_malformed_description_is_refused(data: bytes, nodes: Nodes) -> None:
-    nodes.start(1)
-    with nodes.call() as peer, pytest.raises(StorageError, match="refused"):
-        offer(peer, data)
+        offer(peer, given if given in MALFORMED else description)
     with nodes.call() as peer:  # a message larger than any memory
         peer._sock.sendall(b"\x7f\xff\xff\xff")
         with pytest.raises((EOFError, OSError)):
             peer.receive_reply()
-    assert nodes.list_copies(1) == []
+    assert set(nodes.folder.rglob("*")) == before
 
 
 FULL = {
@@ -224,20 +195,6 @@ def test_a_copy_without_room_in_memory_is_sent_later(when: str, nodes: Nodes, ca
     assert text in caplog.text
     wait_until(lambda: save.read("copied").get("1"))
     assert nodes.list_copies(1) == [1]
-
-
-def test_a_byte_that_changes_in_transfer_is_detected(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
-    nodes.start(1)
-    save = nodes.save(0)
-    data = Path(save.folder, save.list_files()[0]).read_bytes()
-    with nodes.call() as peer:
-        assert offer(peer, describe(save)).wanted
-        peer.send(bytes([data[0] ^ 1]) + data[1:])
-        peer.send(crc32(data).to_bytes(4, "big"))
-        with pytest.raises((EOFError, OSError)):
-            peer.receive_reply()
-    wait_until(lambda: "its CRC32 is not the one that was sent" in caplog.text)
-    assert nodes.list_copies(1) == []
 
 
 def test_a_save_that_is_overwritten_during_its_transfer_is_discarded(nodes: Nodes) -> None:
@@ -345,20 +302,17 @@ def test_a_restarted_writer_is_reached_at_the_same_address(nodes: Nodes) -> None
 # -- agreement of ranks ------------------------------------------------------------------------------------------------
 
 
-def test_a_node_with_a_loopback_address_is_reached_by_its_host_name() -> None:
-    nodes = [neighbours._Node("a", "127.0.1.1", "127.0.1.1"), neighbours._Node("b", "10.0.0.2", "10.0.0.1")]
-    assert [find_address(nodes, node) for node in range(2)] == ["10.0.0.1", "10.0.0.2"]
-    here = [neighbours._Node("a", "127.0.0.1", "127.0.0.1")] * 2
-    assert find_address(here, 1) == "127.0.0.1"
-
-
-def test_a_nodes_address_is_that_of_its_route_to_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_is_reached_at_its_route_to_the_master_or_at_that_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own address may be a loopback address."""
     probe = mock.MagicMock()
     probe.__enter__.return_value = mock.Mock(getsockname=lambda: ("10.0.0.2", 1))
     monkeypatch.setattr(socket, "socket", lambda *_: probe)
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
-    found = [neighbours._describe_node(SaveOptions(address=each))[1:] for each in (None, "10.1.1.1")]
-    assert found == [("10.0.0.2", "10.0.0.1"), ("10.1.1.1", "10.0.0.1")]
+    found = [neighbours._describe_node(SaveOptions(address=each)) for each in (None, "10.1.1.1")]
+    assert [node[1:] for node in found] == [("10.0.0.2", "10.0.0.1"), ("10.1.1.1", "10.0.0.1")]
+    nodes = [neighbours._Node("a", "127.0.1.1", "127.0.1.1"), found[0]]
+    assert [find_address(nodes, node) for node in range(2)] == ["10.0.0.1", "10.0.0.2"]
+    assert find_address(nodes[:1] * 2, 1) == "127.0.1.1"
 
 
 class TwoNodes(Comm):

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,14 +24,18 @@ from deepspeed_ucp.errors import StorageError
 from deepspeed_ucp.io.disk import count_allocated
 from deepspeed_ucp.saves import budget, launch
 from deepspeed_ucp.saves import saver as savers
-from deepspeed_ucp.saves.memory import (
-    Job,
-    is_locked,
-    list_late,
-)
+from deepspeed_ucp.saves.memory import is_locked, list_late
 from deepspeed_ucp.saves.saver import finish_saves
-from tests.saves.saving import PATIENCE, TAG, find_writer, is_whole, make_save, set_counter, write
-from tests.saves.training import Engine, Training, write_tag
+from tests.saves.saving import (
+    PATIENCE,
+    TAG,
+    Run,
+    Training,
+    find_writer,
+    is_whole,
+    set_counter,
+    write_tag,
+)
 from tests.support.until import wait_until
 
 
@@ -45,35 +49,33 @@ def training(tmp_path: Path) -> Training:
 
 
 @contextmanager
-def without_writer() -> Iterator[None]:
-    """Context manager in which no writer can be started."""
+def without_writer(*finished: Training) -> Iterator[None]:
+    """Context manager in which no writer can be started; at its end the saves of finished jobs are removed."""
     with mock.patch.object(launch, "start_writer", side_effect=OSError("no process")):
         yield
+    for each in finished:
+        each.job.remove()
 
 
 # -- steps of a save ---------------------------------------------------------------------------------------------------
 
 
-def replace_writer(engine: Engine, **attributes: Any) -> None:
-    engine.checkpoint_engine = SimpleNamespace(**attributes)
-
-
-OBSTACLES: dict[str, tuple[str, Callable[[Engine], object]]] = {
-    tag: ("is not a path below the folder", lambda _: None)
-    for tag in ("/elsewhere/tag", "../tag", "./tag", "tag/", "a//b", "", ".", "..")
-}
+OBSTACLES: dict[str, tuple[str, dict[str, Any] | None]] = dict.fromkeys(
+    ("/elsewhere/tag", "../tag", "./tag", "tag/", "a//b", "", ".", ".."), ("is not a path below the folder", None)
+)
 OBSTACLES |= {
-    "decoupled": ("decoupled", lambda engine: replace_writer(engine, is_decoupled=lambda: True)),
-    "of another library": ("types.SimpleNamespace may still write its files", replace_writer),
+    "decoupled": ("decoupled", {"is_decoupled": lambda: True}),
+    "of another library": ("types.SimpleNamespace may still write its files", {}),
 }
 
 
 @pytest.mark.parametrize("tag", OBSTACLES)
 def test_a_save_unsuitable_for_memory_is_direct(tag: str, training: Training, caplog: pytest.LogCaptureFixture) -> None:
     """For example, a tag with a path outside the folder: in a store its writer would delete foreign files."""
-    message, change = OBSTACLES[tag]
-    change(training.engine)
-    assert not training.save(tag, write=write_nothing) and training.given == [str(training.destination)]
+    message, writer = OBSTACLES[tag]
+    if writer is not None:
+        training.engine.checkpoint_engine = SimpleNamespace(**writer)
+    assert not training.save(tag, write=write_nothing) and training.given == [training.destination]
     assert message in caplog.text
     with pytest.raises(StorageError, match=message):
         training.save(tag, "s3://bucket/run")
@@ -87,20 +89,19 @@ def test_a_direct_save_waits_for_the_pending_saves(training: Training, monkeypat
 
     assert training.save("first")
     monkeypatch.setattr(budget, "count_free", lambda _: -1)
-    assert not training.save("second", write=check) and training.given[-1] == str(training.destination)
+    assert not training.save("second", write=check) and training.given[-1] == training.destination
 
 
 def test_deepspeed_copies_swap_files_that_do_not_fit_into_memory(
     training: Training, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An error inside the save would block other ranks in DeepSpeed's barrier."""
-    source = training.folder / "nvme"
+    source, copytree = training.folder / "nvme", shutil.copytree
     source.mkdir()
     (source / "swapped").write_text("state")
-    copytree = shutil.copytree
 
     def copy(source: str, destination: str, **options: Any) -> str:
-        if destination.startswith(str(training.destination)):
+        if destination.startswith(training.destination):
             return copytree(source, destination, **options)
         raise shutil.Error([(source, destination, "[Errno 28] No space left on device")])
 
@@ -111,7 +112,7 @@ def test_deepspeed_copies_swap_files_that_do_not_fit_into_memory(
     monkeypatch.setattr(shutil, "copytree", copy)
     assert not training.save(write=write_files)
     assert "memory is full by now" in caplog.text and "No space left" in caplog.text
-    assert (training.destination / TAG / "offloaded_tensors" / "swapped").read_text() == "state"
+    assert Path(training.destination, TAG, "offloaded_tensors", "swapped").read_text() == "state"
     with pytest.raises(shutil.Error):
         shutil.copytree(str(source), str(training.folder / "elsewhere"))
 
@@ -126,8 +127,7 @@ def test_a_save_waits_until_pending_saves_free_memory(training: Training, monkey
     tags = ["best", "a", "b", "last"]
     assert all(training.save(tag) for tag in tags)
     finish_saves(training.engine, required=True)
-    assert training.is_whole(*tags)
-    assert training.latest == "last"
+    assert training.is_whole(*tags) and training.latest == "last"
 
 
 def test_the_last_save_is_freed_after_it_is_written(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,13 +148,7 @@ def test_the_last_save_is_freed_after_it_is_written(training: Training, monkeypa
 
 
 @contextmanager
-def replace_time(**functions: Callable[..., object]) -> Iterator[SimpleNamespace]:
-    clock = SimpleNamespace(**functions)
-    with mock.patch.object(launch, "time", clock), mock.patch.object(savers, "time", clock):
-        yield clock
-
-
-def mock_clock(seconds: float) -> AbstractContextManager[SimpleNamespace]:
+def mock_clock(seconds: float) -> Iterator[SimpleNamespace]:
     """Replace :mod:`time` by a clock that advances by so many seconds at each sleep."""
     now = [0.0]
 
@@ -162,12 +156,14 @@ def mock_clock(seconds: float) -> AbstractContextManager[SimpleNamespace]:
         now[0] += seconds
         time.sleep(0.01)
 
-    return replace_time(monotonic=lambda: now[0], sleep=sleep)
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
+    with mock.patch.object(launch, "time", clock), mock.patch.object(savers, "time", clock):
+        yield clock
 
 
 def test_no_room_next_to_pending_saves_is_an_error(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits first. A pending save would later replace a direct save in ``latest`` or under its tag."""
-    training.destination.write_text("no folder")
+    Path(training.destination).write_text("no folder")
     assert training.save("first") and training.save("again")
     wait_until(lambda: "not written" in training.log)
     monkeypatch.setattr(budget, "count_free", lambda _: -1)
@@ -175,7 +171,7 @@ def test_no_room_next_to_pending_saves_is_an_error(training: Training, monkeypat
         with pytest.raises(StorageError, match="still to be written: first, again to"):
             training.save("last")
         assert clock.monotonic() >= PATIENCE
-    training.destination.unlink()
+    os.unlink(training.destination)
     monkeypatch.undo()
     assert training.save("last") and training.saver.finish()
     assert training.latest == "last" and training.is_whole("first")
@@ -206,7 +202,7 @@ def test_snapshots_are_kept_in_memory_and_not_counted_as_saves(has_tiers: bool, 
 def test_a_save_that_would_overwrite_another_folders_save_in_a_destination_is_refused(tmp_path: Path) -> None:
     """The saves are from two engines, or from one engine at two steps."""
     training, other = (Training(tmp_path, to=[SaveTier(place=str(tmp_path / "destination"))]) for _ in range(2))
-    with without_writer():
+    with without_writer(training, other):
         for folder in ("a", "a", "best"):
             training.save("step", folder, write_nothing)
         with pytest.raises(StorageError, match="Give each engine another destination"):
@@ -215,22 +211,18 @@ def test_a_save_that_would_overwrite_another_folders_save_in_a_destination_is_re
         with pytest.raises(StorageError, match="or each save another tag"):
             training.save("step", "a", write_nothing)
         other.save("other", "b", write_nothing)
-    for each in training, other:
-        each.job.remove()
 
 
 def test_an_overwritten_save_of_another_engine_is_logged(training: Training, caplog: pytest.LogCaptureFixture) -> None:
     """An engine that continues another one's steps is not reported."""
     other = Training(training.folder)
     other.engine.global_steps += 1
-    with without_writer():
+    with without_writer(training, other):
         for tag, count in ("first", 0), ("second", 1), ("third", 1):
             for each in training, other:
                 each.save(tag, write=write_nothing)
             assert caplog.text.count("two engines save the same step") == count
             other.engine.global_steps = training.engine.global_steps
-    for each in training, other:
-        each.job.remove()
 
 
 # -- the writer --------------------------------------------------------------------------------------------------------
@@ -264,27 +256,22 @@ def test_saves_share_a_writer_until_it_is_killed(training: Training) -> None:
 
 def test_a_hanging_writer_delays_neither_training_nor_exit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Exit waits at most ``wait_s``. When the writer continues, it writes all saves."""
-    training, slept = Training(tmp_path, wait_s=0.5), list[float]()
-
-    def sleep(seconds: float) -> None:
-        slept.append(seconds)
-        time.sleep(seconds)
-
+    training = Training(tmp_path, wait_s=0.5)
     training.save("a")
     wait_until(lambda: not list_late(training.job.list_saves()))
     stopped = find_writer(training.job)
     os.kill(stopped, signal.SIGSTOP)
     try:
-        with replace_time(monotonic=time.monotonic, sleep=sleep):
+        with mock_clock(0.1) as clock:
             assert training.save("b") and training.save("c")
             training.saver.close()
-        assert sum(slept) < 1.0 and f"still to be written: b, c to {training.destination}" in caplog.text
+        assert clock.monotonic() < 1.0
+        assert f"still to be written: b, c to {training.destination}" in caplog.text
         assert training.latest == "a"
     finally:
         os.kill(stopped, signal.SIGCONT)
     wait_until(lambda: not is_locked(training.job))
-    assert training.latest == "c"
-    assert training.is_whole(*"bc")
+    assert training.latest == "c" and training.is_whole(*"bc")
 
 
 def test_a_permanent_fault_ends_the_wait_at_exit(training: Training, caplog: pytest.LogCaptureFixture) -> None:
@@ -301,13 +288,13 @@ def test_a_permanent_fault_ends_the_wait_at_exit(training: Training, caplog: pyt
         finish_saves(training.engine, required=True)
     assert caplog.text.count("global_samples is 6.5") == 1 == training.log.count("global_samples is 6.5")
     (save,) = training.job.list_saves()
-    assert save.list_lacking() == [str(training.destination)] and not save.list_pending()
-    assert not (training.destination / "latest").exists()
+    assert save.list_lacking() == [training.destination] and not save.list_pending()
+    assert not os.path.exists(f"{training.destination}/latest")
 
 
 def test_missing_saves_are_logged_with_the_reason(training: Training) -> None:
     """Saves that were lost with the memory are logged once."""
-    training.destination.write_text("no folder")
+    Path(training.destination).write_text("no folder")
     assert training.save("best")
     wait_until(lambda: "not written" in training.log)
     with mock_clock(PATIENCE / 4):
@@ -332,11 +319,11 @@ def test_a_normal_end_of_a_job_frees_its_memory(end: str, training: Training, mo
     wait_until(lambda: not is_locked(training.job) and os.path.exists(training.job.folder) is (end != "normal"))
 
 
-def test_only_the_rank_that_owns_the_memory_starts_a_writer(job: Job, tmp_path: Path) -> None:
-    make_save(job, str(tmp_path / "destination"))
-    config = UniversalConfig(save=SaveOptions(memory=str(tmp_path / "memory"), wait_s=0.0))
+def test_only_the_rank_that_owns_the_memory_starts_a_writer(run: Run) -> None:
+    run.save()
+    config = UniversalConfig(save=SaveOptions(memory=str(run.folder / "memory"), wait_s=0.0))
     with mock.patch.object(launch, "start_writer") as start:
-        savers.Saver(config, job.name, 1, [0, 0]).close()
+        savers.Saver(config, run.job.name, 1, [0, 0]).close()
     assert not start.called
 
 
@@ -347,51 +334,50 @@ def test_a_dead_jobs_snapshot_is_kept_until_another_exists(
     training: Training, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is the only copy of its state. A snapshot of another folder is kept; a message explains its removal."""
-    dead, folder = training.make_job(), training.folder
+    dead, folder = training.make_dead(), training.folder
     for number, name in enumerate(("destination", "older", "other")):
-        destination = str(folder / name.replace("older", "other"))
-        make_save(dead, destination, tag=name, step=number, destinations={})
+        dead.save(name.replace("older", "other"), tag=name, step=number, destinations={})
     monkeypatch.setattr(budget, "count_free", lambda _: -1)
     caplog.set_level(logging.INFO)
     with pytest.raises(StorageError, match="MiB are free") as raised:
         training.save(is_snapshot=True)
-    assert [save.tag for save in dead.list_saves()] == ["destination", "other"]
+    assert [save.tag for save in dead.job.list_saves()] == ["destination", "other"]
     assert f"removed to make room, older of {folder / 'other'}" in caplog.text
     assert f"other (step 2) of {folder / 'other'}" in str(raised.value)
-    assert f"rm -r {dead.folder}" in str(raised.value)
-    third = training.make_job()
-    make_save(third, str(folder / "third"))
-    make_save(third, str(folder / "third"), destinations={})
+    assert f"rm -r {dead.job.folder}" in str(raised.value)
+    third = training.make_dead()
+    third.save("third")
+    third.save("third", destinations={})
     training.save(destination="third", write=write_nothing)
-    assert third.list_saves() == []  # DeepSpeed has saved
+    assert third.job.list_saves() == []  # DeepSpeed has saved
     monkeypatch.undo()
     training.save(is_snapshot=True)
-    assert [save.tag for save in dead.list_saves()] == ["other"]
+    assert [save.tag for save in dead.job.list_saves()] == ["other"]
 
 
 def test_a_save_keeps_dead_jobs_saves_of_other_folders_that_exist_only_in_memory(training: Training) -> None:
     """Trainers have a folder for each save, and a folder for each run."""
-    dead = [training.make_job() for _ in range(3)]
-    make_save(dead[0], str(training.folder / "runs" / "a"), destinations={})
-    make_save(dead[1], str(training.folder / "runs" / "b"))
-    make_save(dead[2], str(training.folder / "runs" / "c"), destinations={})
-    assert write(dead[1]) and training.save(destination="runs/c")
-    assert [bool(job.list_saves()) for job in dead] == [True, False, False]
+    dead = [training.make_dead() for _ in range(3)]
+    dead[0].save("runs/a", destinations={})
+    dead[1].write_save("runs/b")
+    dead[2].save("runs/c", destinations={})
+    assert training.save(destination="runs/c")
+    assert [bool(each.job.list_saves()) for each in dead] == [True, False, False]
 
 
 def test_a_dead_jobs_pending_save_is_kept_until_its_tag_is_overwritten(training: Training) -> None:
-    dead = training.make_job()
-    make_save(dead, str(training.destination), tag="pending")
+    dead = training.make_dead()
+    dead.save(tag="pending")
     with without_writer():
         for tag, tags in (("next", ["pending"]), ("pending", [])):
             assert training.save(tag)
-            assert [each.tag for each in dead.list_saves()] == tags
+            assert [each.tag for each in dead.job.list_saves()] == tags
 
 
 def test_a_save_that_a_node_cannot_record_frees_nothing(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     """The dead job's snapshot may be the only complete save."""
-    dead = training.make_job()
-    make_save(dead, str(training.destination), destinations={})
+    dead = training.make_dead()
+    dead.save(destinations={})
 
     class TwoNodes(Comm):
         def run(self, work: Callable[[], Any]) -> Any:
@@ -406,12 +392,12 @@ def test_a_save_that_a_node_cannot_record_frees_nothing(training: Training, monk
         patch.setattr(savers, "connect", lambda **_: TwoNodes())
         with pytest.raises(StorageError, match="other node"):
             training.save()
-    assert training.job.list_saves() == [] and dead.list_saves()
-    assert training.save() and not dead.list_saves()
+    assert training.job.list_saves() == [] and dead.job.list_saves()
+    assert training.save() and not dead.job.list_saves()
 
 
 def test_saves_of_another_release_are_kept(training: Training) -> None:
     """Such saves may be pending."""
-    record = Path(make_save(training.make_job(), str(training.destination)).folder) / "save-0.json"
+    record = Path(training.make_dead().save().folder) / "save-0.json"
     record.write_text(record.read_text().replace('"step"', '"later_name"'))
     assert training.save() and record.exists()

@@ -17,11 +17,9 @@ from deepspeed_ucp import hook
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import SaveOptions, SaveTier, UniversalConfig
 from deepspeed_ucp.errors import CheckpointError
-from deepspeed_ucp.saves.memory import Job
 from deepspeed_ucp.saves.search import Found, find_in_memory
 from tests.convert.conversions import write_source
-from tests.saves.saving import TAG, make_save, set_counter, write
-from tests.saves.training import Engine
+from tests.saves.saving import TAG, Engine, Run, set_counter
 from tests.support.held import without_collector
 
 Find = Callable[..., str | None]
@@ -46,51 +44,51 @@ def find(tmp_path: Path, destination: Path) -> Find:
     return find
 
 
-def test_a_load_without_a_tag_takes_the_save_for_latest(job: Job, find: Find, destination: Path) -> None:
+def test_a_load_without_a_tag_takes_the_save_for_latest(run: Run, find: Find, destination: Path) -> None:
     """A tag may be a number."""
-    make_save(job, str(destination), tag="a", step=3)
-    make_save(job, str(destination), tag="7", step=4, latest=False)
+    run.save(tag="a", step=3)
+    run.save(tag="7", step=4, latest=False)
     assert [find(), find("7"), find(7), find(below="7"), find(below="elsewhere")] == ["a", "7", "7", "7", None]
 
 
-def test_a_load_takes_the_later_job_of_equal_steps(job: Job, find: Find, destination: Path) -> None:
+def test_a_load_takes_the_later_job_of_equal_steps(run: Run, find: Find, destination: Path) -> None:
     """The older job has more saves."""
-    older = Job(os.path.join(os.path.dirname(job.folder), "20000101-000000-00000000"))
-    for made, tag in ((older, "first"), (older, "older"), (job, "later")):
-        make_save(made, str(destination), tag=tag, step=3, destinations={})
+    older = Run(run.folder, name="20000101-000000-00000000")
+    for made, tag in ((older, "first"), (older, "older"), (run, "later")):
+        made.save(tag=tag, step=3, destinations={})
     assert find() == "later"
 
 
-def test_a_load_ignores_a_later_step_that_was_rolled_back(job: Job, find: Find, destination: Path) -> None:
-    make_save(job, str(destination), tag="abandoned", step=9)
-    assert write(job) and find() == "abandoned"
+def test_a_load_ignores_a_later_step_that_was_rolled_back(run: Run, find: Find, destination: Path) -> None:
+    run.save(tag="abandoned", step=9)
+    assert run.write() and find() == "abandoned"
     write_source(destination, 7).rename(destination / "earlier")
     (destination / "latest").write_text("earlier")
     assert find() is None
-    make_save(job, str(destination), tag="next", step=5)
+    run.save(tag="next", step=5)
     assert find() == "next"
 
 
 @pytest.mark.parametrize("is_tag_given", [False, True])
 @pytest.mark.parametrize(("stored", "expected"), [(9, None), (3, TAG), (2, TAG)])
 def test_a_load_prefers_a_later_save_at_a_destination_to_an_older_one_in_memory(
-    stored: int, expected: str | None, is_tag_given: bool, job: Job, find: Find, destination: Path, tmp_path: Path
+    stored: int, expected: str | None, is_tag_given: bool, run: Run, find: Find, destination: Path, tmp_path: Path
 ) -> None:
     """With ``to`` the script's folder stays empty."""
     tier = tmp_path / "tier"
-    make_save(job, str(destination), step=3, destinations={str(tier): None})
+    run.save(step=3, destinations={str(tier): None})
     set_counter(write_source(tier), "global_steps", stored)
     (tier / "latest").write_text(TAG)
     assert find(TAG if is_tag_given else None, to=[tier]) == expected
 
 
 @pytest.mark.parametrize("step", [9, 4])
-def test_a_dropped_save_is_loaded_only_without_a_later_one(step: int, job: Job, find: Find, destination: Path) -> None:
+def test_a_dropped_save_is_loaded_only_without_a_later_one(step: int, run: Run, find: Find, destination: Path) -> None:
     """The node with the other part of the later save may be lost. A run that was rolled back has later steps."""
-    dropped = make_save(job, str(destination), tag="dropped", step=step)
+    dropped = run.save(tag="dropped", step=step)
     write_source(destination, 7)
     (destination / "latest").write_text(TAG)
-    later = make_save(job, str(destination), tag="next", step=5, nodes=2) if step == 4 else None
+    later = run.save(tag="next", step=5, nodes=2) if step == 4 else None
     dropped.note("done", {str(destination): ""})
     if later is None:
         assert find() is None and find("dropped") == "dropped"
@@ -109,18 +107,15 @@ def test_a_dropped_save_is_loaded_only_without_a_later_one(step: int, job: Job, 
 @pytest.mark.parametrize("removed", ["all", "content", "nothing"])
 @pytest.mark.parametrize("has_tiers", [False, True])
 def test_a_load_from_memory_warns_if_the_user_emptied_all_destinations(
-    removed: str, has_tiers: bool, job: Job, find: Find, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    removed: str, has_tiers: bool, run: Run, find: Find, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     destination = tmp_path / ("tier" if has_tiers else "destination")
     to = [destination] if has_tiers else []
 
-    def make(tag: str, step: int) -> None:
-        make_save(job, str(tmp_path / "destination"), tag=tag, step=step, destinations={str(destination): None})
-
-    make("first", 1)
+    run.save(tag="first", step=1, destinations={str(destination): None})
     assert find(to=to) == "first" and caplog.text == ""  # the place never had a save
-    assert write(job)
-    make("second", 9)
+    assert run.write()
+    run.save(tag="second", step=9, destinations={str(destination): None})
     if removed != "nothing":
         shutil.rmtree(destination)
     if removed == "content":
@@ -130,24 +125,24 @@ def test_a_load_from_memory_warns_if_the_user_emptied_all_destinations(
         f"{destination} has no checkpoint, although the run wrote saves there: it continues from second "
         "in memory, step 9"
     )
-    assert (text in caplog.text and f"rm -r {job.folder}" in caplog.text) is (removed != "nothing")
+    assert (text in caplog.text and f"rm -r {run.job.folder}" in caplog.text) is (removed != "nothing")
 
 
-def test_a_tag_that_was_overwritten_without_the_plugin_is_loaded(job: Job, find: Find, destination: Path) -> None:
+def test_a_tag_that_was_overwritten_without_the_plugin_is_loaded(run: Run, find: Find, destination: Path) -> None:
     """It has the same step, and its folder has the seal of the older save."""
-    make_save(job, str(destination))
-    assert write(job) and find() == TAG
+    run.save()
+    assert run.write() and find() == TAG
     anew = write_source(destination.parent / "anew", 7)
     shutil.copytree(anew, destination / TAG, dirs_exist_ok=True, copy_function=shutil.copyfile)
     assert find() is None
 
 
-def test_a_load_skips_memory_of_another_running_job(job: Job, find: Find, destination: Path) -> None:
+def test_a_load_skips_memory_of_another_running_job(run: Run, find: Find, destination: Path) -> None:
     """Its next save may overwrite an older one during a read."""
-    make_save(job, str(destination))
+    run.save()
     assert find() == TAG
-    job.disown()
-    with open(os.path.join(job.folder, "owner")) as other:
+    run.job.disown()
+    with open(os.path.join(run.job.folder, "owner")) as other:
         fcntl.flock(other, fcntl.LOCK_EX)  # like another process
         assert find() is None
 
@@ -172,9 +167,3 @@ def test_an_error_of_one_rank_in_a_load_from_memory_does_not_fall_back() -> None
         error = CheckpointError("alone")
         error.shared = True
         assert load(error, size=2) is None
-
-
-def test_destinations_are_searched_by_loads() -> None:
-    tiers = [SaveTier(place="/fast"), SaveTier(place="s3://b/run")]
-    for to, also in ((tiers, ["/also", "/fast", "s3://b/run"]), ([], ["/also"])):
-        assert UniversalConfig(also=["/also"], save=SaveOptions(to=to)).with_tiers().also == also
