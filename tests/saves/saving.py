@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import obstore
 import torch
 
 from deepspeed_ucp.comm import Comm
@@ -49,8 +50,17 @@ PATIENCE = 120.0
 MODULES = (destinations, publishing)
 """Modules that write a save to a destination."""
 
+PLACE = "memory://bucket/run"
+"""Destination in a store of this process (tests/support/memory.py)."""
+
+REQUESTS = [(obstore, name) for name in ("list_with_delimiter", "list", "head", "get", "put", "delete")]
+
 CONFIG = UniversalConfig(save=SaveOptions(wait_s=PATIENCE))
 """Configuration of a job that saves into memory."""
+
+
+class KilledError(BaseException):
+    """Ends a writer before a request is executed."""
 
 
 def make_save(job: Job, *folders: str, tag: str = TAG, keep: int | None = None, **changes: Any) -> SavePart:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -13,10 +13,9 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from tests.convert.conversions import read_bytes
-from tests.saves.saving import SCRIPT, TAG, Nodes, Run, begin, make_parts
-from tests.saves.stepping import PLACE, kill_at_request
+from tests.saves.saving import PLACE, REQUESTS, SCRIPT, TAG, KilledError, Nodes, Run, begin, make_parts
 from tests.support.covering import stride
-from tests.support.crash import run_dying
+from tests.support.crash import intercept, run_dying
 from tests.support.memory import clear_memory
 
 
@@ -92,6 +91,19 @@ def copy_to_node(folder: Path, stack: ExitStack) -> Case:
             assert read_bytes(Path(copy.folder) / made.tag) == read_bytes(Path(made.folder) / made.tag)
 
     return Case(lambda: nodes.copy(save), check_ended, check_killed)
+
+
+def kill_at_request(work: Callable[[], object], at: int) -> bool:
+    """Run ``work``, whose threads all end at a store's request number ``at``. Return False if it ended before."""
+
+    def act(number: int, *_: object) -> None:
+        if number >= at:
+            raise KilledError
+
+    with suppress(KilledError), intercept(act, REQUESTS):
+        work()
+        return False
+    return True
 
 
 CASES: dict[str, tuple[Callable[[Path, ExitStack], Case], int]] = {

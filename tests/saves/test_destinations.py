@@ -19,8 +19,7 @@ from deepspeed_ucp.saves import destinations
 from deepspeed_ucp.saves.launch import WriterPipe
 from deepspeed_ucp.saves.memory import SavePart, is_locked
 from tests.convert.conversions import write_source
-from tests.saves.saving import CONFIG, SCRIPT, TAG, Run, call_before
-from tests.saves.stepping import PLACE
+from tests.saves.saving import CONFIG, PLACE, SCRIPT, TAG, Run, call_before
 from tests.stores.server import BUCKET, serve_bucket
 from tests.support.covering import params
 from tests.support.memory import clear_memory

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import product
@@ -27,8 +27,7 @@ from deepspeed_ucp.io.store import list_tree, put_file, read_small
 from deepspeed_ucp.saves import destinations, publishing
 from deepspeed_ucp.saves.memory import Job, SavePart
 from deepspeed_ucp.saves.publishing import WRITTEN, is_save_file
-from tests.saves.saving import MODULES, TAG, find_calls, make_save
-from tests.saves.stepping import PLACE, REQUESTS, Stepper
+from tests.saves.saving import MODULES, PLACE, REQUESTS, TAG, KilledError, find_calls, make_save
 from tests.support.covering import stride
 from tests.support.crash import Calls, intercept
 from tests.support.memory import clear_memory
@@ -46,6 +45,77 @@ FOLDER_STEPS = find_calls(
     "put_file", "_identify", "_rename", "_move_others_and_delete", "list_folder", "write_small", "seal_folder", "exists"
 )
 """Operations of a writer on a folder."""
+
+
+Work = Callable[[], str]
+"""A writer. It returns how it ended."""
+
+
+class Stepper:
+    """Threads that run one at a time, from one request to the next, with a check after each.
+
+    Attributes:
+        ended: by name how a thread ended, in the order of the ends.
+        steps: by name the requests that a thread has begun.
+    """
+
+    def __init__(self, works: Mapping[str, Work], check: Callable[[], None]) -> None:
+        self.ended, self.steps, self._check = dict[str, str](), dict.fromkeys(works, 0), check
+        self._killed, self._errors = set[str](), list[BaseException]()
+        self._turns = {name: threading.Semaphore(0) for name in works}
+        self._back = threading.Semaphore(0)
+        self._threads = {
+            name: threading.Thread(target=self._run, args=(name, work), name=name, daemon=True)
+            for name, work in works.items()
+        }
+
+    def _run(self, name: str, work: Work) -> None:
+        self._turns[name].acquire()
+        try:
+            self.ended[name] = work()
+        except KilledError:
+            self.ended[name] = "killed"
+        except BaseException as error:  # noqa: BLE001 - the main thread raises it
+            self.ended[name] = repr(error)
+            self._errors.append(error)
+        self._back.release()
+
+    def stop(self) -> None:
+        """Wait for the next turn if this is one of the threads; called before each request."""
+        name = threading.current_thread().name
+        if self._threads.get(name) is not threading.current_thread():
+            return
+        if name not in self._killed:
+            self.steps[name] += 1
+            self._back.release()
+            self._turns[name].acquire()
+        if name in self._killed:
+            raise KilledError
+
+    def kill(self, name: str) -> None:
+        """End a thread at its next request."""
+        self._killed.add(name)
+        self.run(name)
+
+    def run(self, name: str, most: int | None = None) -> bool:
+        """Let a thread run to its end, or for some requests; return True if it has ended."""
+        thread = self._threads[name]
+        if thread.ident is None:
+            thread.start()
+        while name not in self.ended and most != 0:
+            self._turns[name].release()
+            self._back.acquire()
+            if self._errors:
+                raise self._errors[0]
+            self._check()
+            most = None if most is None else most - 1
+        return name in self.ended
+
+    def close(self) -> None:
+        """End all threads."""
+        for name, thread in self._threads.items():
+            if thread.ident is not None and name not in self.ended:
+                self.kill(name)
 
 
 class Bench:
