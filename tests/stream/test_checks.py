@@ -1,4 +1,4 @@
-"""Comparison of records with their checksums after reads of any parts by any ranks."""
+"""Comparison of records with their checksums after reads by any ranks, and of samples of masters and copies."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -15,13 +16,19 @@ from isal import isal_zlib
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError
+from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.io.read import Checked
 from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.records import FileRef, Record, Records
+from deepspeed_ucp.model.storage import MASTER, Atoms
 from deepspeed_ucp.model.topology import Topology
+from deepspeed_ucp.stream import duplicates
+from deepspeed_ucp.stream.duplicates import Pair
 from deepspeed_ucp.stream.reader import verify_reads, verify_records
 from tests.support.ranks import World, run_ranks
 from tests.support.reshard import examples
+from tests.synth import Model, Param, random_state, write_checkpoint
+from tests.synth import Topology as SavedTopology
 
 DATA = random.Random(1).randbytes(1000)
 ABSENT = FileRef("absent.pt", 0)
@@ -41,10 +48,6 @@ def make_index(records: list[Record], file: FileRef = ABSENT) -> Any:
     )
 
 
-def verify(parts: list[Checked], index: Any, comm: Comm | None = None) -> int:
-    return verify_reads(parts, index, comm or Comm())
-
-
 @pytest.fixture
 def file(tmp_path: Path) -> FileRef:
     (tmp_path / "x.pt").write_bytes(DATA)
@@ -60,17 +63,10 @@ def test_checksums_of_parts_on_any_ranks_are_combined(cuts: list[int], size: int
     parts = [check(number, *span, 500 * number) for number in (0, 1) for span in pairwise(edges)]
     wrong = [replace(parts[0], crc=parts[0].crc ^ 1), *parts[1:]]
     random.Random(seed).shuffle(parts)
-    assert run_ranks(size, lambda rank, comm: verify(parts[rank::size], index, comm)) == [0] * size
-    found = World(size).run(lambda rank, comm: verify(wrong[rank::size], index, comm))
+    assert run_ranks(size, lambda rank, comm: verify_reads(parts[rank::size], index, comm)) == [0] * size
+    found = World(size).run(lambda rank, comm: verify_reads(wrong[rank::size], index, comm))
     assert len({str(error) for error in found}) == 1
     assert "absent.pt: the 500 bytes at 0 have CRC32" in str(found[0])
-
-
-def test_an_error_names_file_offset_and_both_checksums(file: FileRef) -> None:
-    stored = isal_zlib.crc32(DATA[30:50])
-    with pytest.raises(CheckpointError) as error:
-        verify([Checked(0, 0, 20, 0x1234)], make_index([record_of(30, 50)], file))
-    assert f"{file.path}: the 20 bytes at 30 have CRC32 00001234, the writer stored {stored:08x}" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -91,18 +87,48 @@ def test_gaps_and_overlaps_are_read_again(file: FileRef, spans: list[tuple[int, 
     record = record_of(100, 150)
     parts = [check(0, low, high, 100) for low, high in spans]
     index = make_index([record], file)
-    assert run_ranks(size, lambda rank, comm: verify(parts[rank::size], index, comm)) == [more, 0, 0][:size]
+    assert run_ranks(size, lambda rank, comm: verify_reads(parts[rank::size], index, comm)) == [more, 0, 0][:size]
     with pytest.raises(CheckpointError, match="the file is damaged"):
-        verify(parts, make_index([record._replace(crc=1)], file))
+        verify_reads(parts, make_index([record._replace(crc=1)], file), Comm())
 
 
 def test_verification_of_whole_records_can_be_required(file: FileRef) -> None:
     index = make_index([record_of(0, 10), record_of(10, 40)._replace(crc=1), record_of(40, 50)], file)
     verify_records(index, [0, 2], Comm())
-    with pytest.raises(CheckpointError, match="the 30 bytes at 10"):
+    found, stored = index.records[1].crc, isal_zlib.crc32(DATA[10:40])
+    text = f"{file.path}: the 30 bytes at 10 have CRC32 {stored:08x}, the writer stored {found:08x}"
+    with pytest.raises(CheckpointError, match=text):
         verify_records(index, [0, 1], Comm())
 
 
 def test_records_without_a_checksum_and_unread_records_pass() -> None:
-    assert verify([Checked(0, 0, 20, 5)], make_index([Record(0, 20, None)])) == 0
-    assert verify([], make_index([record_of(0, 10)])) == 0
+    assert verify_reads([Checked(0, 0, 20, 5)], make_index([Record(0, 20, None)]), Comm()) == 0
+    assert verify_reads([], make_index([record_of(0, 10)]), Comm()) == 0
+
+
+MODEL = Model(tuple(Param(f"w{number}", (7, 5)) for number in range(24)))
+
+
+def list_pairs(index: AtomicIndex, monkeypatch: pytest.MonkeyPatch, rank: int = 0, size: int = 1) -> list[Pair]:
+    """List the masters and copies that a rank compares."""
+    found: list[Pair] = []
+    comm = mock.Mock(rank=rank, size=size, run=lambda work: work())
+    monkeypatch.setattr(duplicates, "compare_pairs", lambda _, pairs, *others: found.extend(pairs))
+    duplicates.check_samples(index, index.atoms, comm)
+    return found
+
+
+def test_each_rank_creates_only_the_atoms_of_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0, precision="bf16"), SavedTopology(1, 6, "bf16"))
+    index = open_checkpoint(str(folder), Comm())
+    whole, compared, make = list_pairs(index, monkeypatch), list[Pair](), Atoms.__getitem__
+    for rank in range(4):
+        with mock.patch.object(Atoms, "__getitem__", autospec=True, side_effect=make) as made:
+            pairs = list_pairs(index, monkeypatch, rank, 4)
+        assert {key.param for (_, key), _ in made.call_args_list} == {here.atom.param for here, _ in pairs}
+        assert len({here.atom.param for here, _ in pairs}) < len(MODEL.params) / 2
+        parted = [part for each, _ in pairs for part in each.atom.shards[0].find(MASTER, each.start, each.end)]
+        assert len({index.records.files[part.record] for part in parted}) == (2 if rank < 2 else 1)
+        assert all(here.atom.state == MASTER and replace(here, atom=there.atom) == there for here, there in pairs)
+        compared += pairs
+    assert sorted(map(str, compared)) == sorted(map(str, whole))

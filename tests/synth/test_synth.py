@@ -7,11 +7,7 @@ import torch
 from deepspeed.runtime.utils import partition_uniform
 
 from .compare import differences
-from .description import Layer, Model, Param, Run, Topology, random_state
-from .files import build_files
 from .stages import bidirectional, contiguous, interleaved
-
-PIPE = Model((Param("0.up", (8, 3)), Param("1.down", (3, 8))), {}, (Layer(), Layer()))
 
 
 @pytest.mark.parametrize("layers", range(1, 14))
@@ -24,13 +20,6 @@ def test_synthesised_contiguous_stages_equal_deepspeeds_uniform_ones(layers: int
 def test_placements_of_small_pipelines() -> None:
     assert interleaved(8, 2, 2) == ((0, 1, 4, 5), (2, 3, 6, 7))
     assert bidirectional(8, 4) == ((0, 1, 6, 7), (2, 3, 4, 5), (2, 3, 4, 5), (0, 1, 6, 7))
-
-
-def test_saves_of_older_releases_lack_the_degrees() -> None:
-    topology = Topology(1, 3, tp=2, pp=2)
-    for written in (True, False):
-        files = build_files(PIPE, random_state(PIPE, 0), topology, Run(parallel_dimensions=written))
-        assert ("checkpoint_parallel_dimensions" in files["mp_rank_03_model_states.pt"]) is written
 
 
 def test_compare_distinguishes_tensors_by_storage() -> None:
