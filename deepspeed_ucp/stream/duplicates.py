@@ -234,26 +234,28 @@ def find_diverged(index: AtomicIndex, names: Sequence[str], dropped: Container[s
     return [name for name in names if name in found]
 
 
-_Difference = tuple[AtomKey, float, int, int]
-"""Largest difference between parts of two replicas: atom, size, rank, element."""
-
-
 def check_replicas(atoms: Sequence[Atom], index: AtomicIndex, comm: Comm) -> None:
     """Compare the replicas of tensor-parallel ranks byte by byte (collective).
 
     Raises:
         MismatchError: replicas differ; the message names the parameter, the ranks and the largest difference.
     """
+    import torch
+
     every = list[Pair]()
     for atom in atoms:
         first, *others = [Want(atom, 0, shard.numel, shard=rank) for rank, shard in enumerate(atom.shards)]
         every += [chunk for other in others for chunk in cut_pair(first, other)]
-    pairs, largest = every[comm.rank :: comm.size], dict[AtomKey, _Difference]()
+    pairs = every[comm.rank :: comm.size]
+    largest = dict[AtomKey, tuple[AtomKey, float, int, int]]()  # with size, rank and element of the difference
 
     def judge(number: int, first: bytearray, other: bytearray) -> None:
         if first != other:
-            found = _find_largest_difference(pairs[number][1], first, other)
-            largest[found[0]] = max(found, largest.get(found[0], found))  # one per atom keeps the exchange short
+            part = pairs[number][1]
+            here, there = (torch.frombuffer(data, dtype=getattr(torch, part.atom.dtype)) for data in (first, other))
+            gap, key = (here.double() - there.double()).abs(), part.atom.key
+            found = key, float(gap.max()), part.shard, part.start + int(gap.argmax())
+            largest[key] = max(found, largest.get(key, found))  # one per atom keeps the exchange short
 
     compare_pairs(index, pairs, judge, comm)
     differences = sorted(difference for part in comm.gather([*largest.values()]) for difference in part)
@@ -281,14 +283,6 @@ def check_overlaps(atoms: Sequence[tuple[Atom, Layout]], index: AtomicIndex, com
             raise MismatchError(describe_overlap(*pairs[number]), path=os.path.dirname(index.state_file))
 
     compare_pairs(index, pairs, judge, comm)
-
-
-def _find_largest_difference(part: Want, first: bytearray, other: bytearray) -> _Difference:
-    import torch
-
-    dtype = getattr(torch, part.atom.dtype)
-    gap = (torch.frombuffer(first, dtype=dtype).double() - torch.frombuffer(other, dtype=dtype).double()).abs()
-    return part.atom.key, float(gap.max()), part.shard, part.start + int(gap.argmax())
 
 
 def check_instances(index: AtomicIndex, counts: Mapping[str, int], touched: Iterable[AtomKey], comm: Comm) -> None:

@@ -41,7 +41,6 @@ class FullTensor:
 
     @property
     def dtype(self) -> str:
-        """Stored element type."""
         return self.atom.dtype
 
     @property
@@ -50,12 +49,10 @@ class FullTensor:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the logical tensor."""
         return count(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the logical tensor."""
         return self.numel * self.itemsize
 
     @property

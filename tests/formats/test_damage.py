@@ -14,19 +14,13 @@ from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, UcpError
 from deepspeed_ucp.formats import read_latest
-from deepspeed_ucp.formats.deepspeed.builder import Builder, SavedRank
-from deepspeed_ucp.formats.deepspeed.headers import FileHeader, Piece
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.formats.deepspeed.reading import read_file
-from deepspeed_ucp.formats.deepspeed.save import Save
-from deepspeed_ucp.formats.findings import WARNING, Finding, fold_findings, from_error, make_error
+from deepspeed_ucp.formats.findings import WARNING, Finding, fold_findings, make_error
 from deepspeed_ucp.formats.latest import find_checkpoint
-from deepspeed_ucp.formats.locations import FileTable
 from deepspeed_ucp.formats.open import survey_checkpoint
 from deepspeed_ucp.io.store import open_regular
-from deepspeed_ucp.model.flat import Cut
-from deepspeed_ucp.model.records import Record
-from tests.formats.saves import STATES, check_refused, open_alone, shard
+from tests.formats.saves import STATES, check_refused, find_states, make_files, open_alone, open_files, shard
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 MODEL = Model((Param("a", (3, 5)), Param("b", (7,), group=1)), {"count": torch.arange(3)})
@@ -176,24 +170,14 @@ def test_opening_a_new_fifo_does_not_block(tmp_path: Path, monkeypatch: pytest.M
         open_regular(str(tmp_path / "fifo"))
 
 
-def build(cuts: dict[str, Cut]) -> Builder:
-    """Build atoms of one flat buffer with 8 elements each."""
-    header = FileHeader("file.pt", 4096)
-    builder = Builder(Save(FileTable.of("folder", {}), {}, models=[[header]], shards=[[]]))
-    piece = Piece(Record(0, 4096, None), 0, (1024,), "float32")
-    builder.add_cuts(SavedRank(shapes=dict.fromkeys(cuts, (8,))), "fp32", list(cuts.values()), header, piece)
-    return builder
-
-
-def test_each_atom_with_a_gap_has_a_line_in_the_error() -> None:
+def test_each_atom_with_a_gap_has_a_line_in_the_error(tmp_path: Path) -> None:
     """A long list is truncated."""
-    cuts = {"whole": Cut("whole", 0, 8, 0), "first": Cut("first", 0, 5, 8), "second": Cut("second", 2, 6, 16)}
-    with pytest.raises(CheckpointError) as caught:
-        build(cuts).finish_atoms()
-    lines = str(caught.value).splitlines()
-    assert [line.split(" ")[0] for line in lines] == ["first", "second"]
-    assert "[0, 2) are missing" in lines[1]
-    with pytest.raises(CheckpointError) as caught:
-        build({f"p{i}": Cut(f"p{i}", 0, 7, 8 * i) for i in range(19)}).finish_atoms()
-    lines = str(make_error(from_error("", caught.value))).splitlines()
-    assert (len(lines), lines[-1]) == (17, "… and 3 more faults.")
+    for number, lines in ((2, 2), (19, 17)):
+        model = Model(tuple(Param(f"p{at}", (8,), group=at) for at in range(number)))
+        files = make_files(model, Topology(1, 2))
+        for states in find_states(files[shard(0)])["state"].values():
+            del states["exp_avg"]
+        with pytest.raises(CheckpointError, match=r"p0 \(exp_avg, .*: elements \[0, 4\) are missing") as caught:
+            open_files(tmp_path / str(number), files)
+        found = str(caught.value).splitlines()
+        assert len(found) == lines and (number == 2 or found[-1] == "… and 3 more faults.")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +21,11 @@ from deepspeed_ucp.extensions.experts.saved import SavedExperts
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.files import sort_roles
 from deepspeed_ucp.formats.deepspeed.headers import FileHeader, HeaderDelta, HeaderTemplate, Piece, encode_header
-from deepspeed_ucp.formats.deepspeed.zero import GroupShare, assign_group
 from deepspeed_ucp.formats.open import survey_checkpoint
 from deepspeed_ucp.model.records import Record
-from tests.formats.saves import STATES, make_files, open_alone, open_files
-from tests.support.expertmodels import NATIVE, NATIVES
+from tests.formats.saves import STATES, Files, edit, make_files, open_alone, open_files
+from tests.formats.saves import assign as set_fields
+from tests.support.expertmodels import FUSED, NATIVE, NATIVES
 from tests.support.ranks import run_ranks
 from tests.synth import ExpertLayer, Model, Param, Topology, random_state, write_checkpoint
 from tests.synth.expertfiles import expert_file
@@ -84,61 +86,43 @@ def test_cut_experts_of_an_earlier_save_are_no_part_of_whole_ones(tmp_path: Path
 
 # -- files that contradict each other about the ranks of experts ------------------------------------------------------
 
-FIRST = "body.deepspeed_moe.experts.deepspeed_experts."
+
+def drop_experts(files: Files, *numbers: int) -> Files:
+    """Remove the files of some experts, and their number from the model states."""
+    kept = {name: each for name, each in files.items() if not any(f"expert_{number}_" in name for number in numbers)}
+    return set_fields(STATES, num_experts=[4 - len(numbers)])(kept)
 
 
-def make_save(
-    counts: tuple[int, ...],
-    groups: list[list[str]],
-    experts: int = 0,
-    placements: dict[str, Any] | None = None,
-    tp: int = 1,
-    folded: bool = False,
-) -> Any:
-    """Make a save of four data-parallel ranks; the first rank's model states name its parameters."""
-    shard = SimpleNamespace(name="first", optim=SimpleNamespace(partition_count=counts))
-    shapes = [[(name, (2, 3)) for name in group] for group in groups]
-    model = SimpleNamespace(param_shapes=shapes, facts={"placements": placements or {}})
-    extension = SavedExperts()
-    files = {(0, e, 0): SimpleNamespace(layer={f"{FIRST}{e}.w": None}) for e in range(experts)}
-    extension.files, extension.tp_shards = files, 1 if folded else tp  # type: ignore[assignment]
-    return SimpleNamespace(
-        shards=[[shard] * 4] * tp,
-        models=[[shard] * 4] * tp,
-        path=lambda header: "model states",
-        main=SimpleNamespace(config={}),
-        extensions=[extension],
-        list_ranks=lambda mp: range(4),
-        model=lambda mp: model,
-        tp=tp,
-        dp=4,
-    )
+def place_experts(files: Files, *ranks: list[int]) -> Files:
+    def change(content: Any) -> None:
+        for layer in content.get("ds_autoep_layers", ()):
+            layer["affine_maps"], layer["ep_size"] = None, len(ranks)
+            layer["expert_placement"]["ranks"] = [{"rank": n, "experts": held} for n, held in enumerate(ranks)]
+
+    return edit("model_states", change)(files)
 
 
-def assign(save: Any, mp: int) -> list[list[GroupShare]]:
-    return [assign_group(save, mp, number, group) for number, group in enumerate(save.model(mp).param_shapes)]
-
-
-GROUPS, PLACED, OTHER = [["dense"], [f"{FIRST}0.w"]], [["dense"], ["m.experts.w1"]], ((0, 1), (2, 3))
-CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
-    *(({"counts": (4, count), "groups": GROUPS, "experts": 4, "tp": 2, "folded": True}, f"in {count} partitions")
-      for count in (0, 3, 16)),
-    *(({"counts": (4, 2), "groups": GROUPS, "experts": number}, f"but {number} experts of the layer have files")
-      for number in (1, 3)),
-    *(({"counts": counts, "groups": PLACED, "placements": {"m.experts.": ranks}}, "w1 of shape .2, 3. is spread over")
-      for counts, ranks in (((4, 4), OTHER), ((4, 1), OTHER), ((4, 2), ((0, 1, 2), (3,))))),
+CONTRADICTIONS: list[tuple[Model, tuple[int, ...], Callable[..., Files], list[Any], str]] = [
+    (NATIVES, (2,), drop_experts, [1, 2, 3], "but 1 experts of the layer have files"),
+    (NATIVES, (2,), drop_experts, [3], "but 3 experts of the layer have files"),
+    *((FUSED, (degree,), place_experts, ranks, r"w1 of shape .*, 4, 3\) is spread over")
+      for degree, ranks in ((1, [[0, 1], [2, 3]]), (4, [[0, 1], [2, 3]]), (2, [[0, 1, 2], [3]]))
+      if find_spec("deepspeed.checkpoint.autoep_affine")),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("options", "text"), CONTRADICTIONS)
-def test_files_that_contradict_each_other_about_experts_are_refused(options: dict[str, Any], text: str) -> None:
+@pytest.mark.parametrize(("model", "ep", "change", "options", "text"), CONTRADICTIONS)
+def test_files_that_contradict_each_other_about_experts_are_refused(
+    model: Model, ep: tuple[int, ...], change: Callable[..., Files], options: list[Any], text: str, tmp_path: Path
+) -> None:
     with pytest.raises(CheckpointError, match=text):
-        assign(make_save(**options), 0)
+        open_files(tmp_path, change(make_files(model, Topology(1, 4, ep=ep)), *options))
 
 
-def test_a_parameter_is_an_expert_only_with_an_experts_file() -> None:
-    (shares,) = assign(make_save((4,), [[f"{FIRST}0.w"]], 0), 0)
-    assert [list(part.ranks) for part in shares] == [[0, 1, 2, 3]]
+def test_a_parameter_is_an_expert_only_with_an_experts_file(tmp_path: Path) -> None:
+    name = f"body{NATIVE}0.w"
+    index = open_files(tmp_path, make_files(Model((Param(name, (2, 3)),)), Topology(1, 4)))
+    assert index.find(name, "fp32")
 
 
 # -- a layer of experts with a second name --------------------------------------------------------------------------
@@ -169,14 +153,13 @@ def open_twins(
     return dict(open_files(folder, files).aliases)
 
 
-def name_ties(layer: str) -> dict[str, str]:
-    return {f"again{NATIVE}0.{end}": f"{layer}{NATIVE}0.{end}" for end in "wb"}
+TIES = {f"again{NATIVE}0.{end}": f"b{NATIVE}0.{end}" for end in "wb"}
 
 
 def test_equal_biases_do_not_make_a_tie(tmp_path: Path) -> None:
     """Two layers have biases of zero. The second name is tied to the layer with which all its tensors are equal."""
-    assert open_twins(tmp_path / "values", (1, 9), (2, 9), (2, 9)) == name_ties("b")
-    assert open_twins(tmp_path / "recorded", EQUAL, EQUAL, EQUAL, shared_params=name_ties("b")) == name_ties("b")
+    assert open_twins(tmp_path / "values", (1, 9), (2, 9), (2, 9)) == TIES
+    assert open_twins(tmp_path / "recorded", EQUAL, EQUAL, EQUAL, shared_params=TIES) == TIES
 
 
 TRAINED = [{f"{layer}{NATIVE}0.{end}": torch.Size((2, 3)) for layer in ("a", "b", "again") for end in "wb"}]

@@ -270,15 +270,9 @@ def test_unusable_contents_of_an_optimizer_file_do_not_prevent_a_load_of_weights
 
 def write_files(folder: Path, *files: str) -> None:
     """Write files, each with a tensor named after it. An index lists only the shards."""
+    index = {"weight_map": {file.split(".")[0]: file for file in files if "-of-" in file}}
     for file in files:
-        name = file.split(".")[0]
-        if file.endswith(".safetensors"):
-            save_file({name: torch.ones(2)}, folder / file)
-        elif file.endswith(".json"):
-            shards = {each.split(".")[0]: each for each in files if "-of-" in each}
-            (folder / file).write_text(json.dumps({"weight_map": shards}))
-        else:
-            torch.save({name: torch.ones(2)}, folder / file)
+        write_content(folder / file, index if file == WEIGHTS else {file.split(".")[0]: torch.ones(2)})
 
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")

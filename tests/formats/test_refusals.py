@@ -58,11 +58,7 @@ LAYERS = Model(tuple(Param(f"{i}.col", (4, 3)) for i in range(4)), {}, (Layer(),
 UNEVEN = Model((Param("0.a", (4, 3)), Param("1.b", (5,)), Param("2.c", (2, 2)), Param("3.d", (7,))), {}, LAYERS.layers)
 EQUAL = tuple(Param(f"{i}.a", (4, 3)) for i in range(1, 4))
 EMBED = Param(WORD, (4, 3), tied=True)
-SECOND = "mp_rank_01_model_states.pt"
-
-
-def zero3_states(rank: int) -> str:
-    return f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+SECOND, ZERO3_STATES = "mp_rank_01_model_states.pt", "zero_pp_rank_2_mp_rank_00_model_states.pt"
 
 
 def open_live(folder: Path, files: Files, model: Model = MODEL) -> AtomicIndex:
@@ -78,10 +74,6 @@ def mix(end: str, model: Model, topology: Topology, seed: int = 0, **other: Any)
     """Replace files, by the end of their names, with files of another checkpoint."""
     found = make_files(model, topology, seed, **other)
     return lambda files: {**files, **{name: each for name, each in found.items() if name.endswith(end)}}
-
-
-def add(model: Model, topology: Topology) -> Change:
-    return lambda files: {**files, **make_files(model, topology)}
 
 
 def set_rate(content: Any) -> None:
@@ -108,12 +100,6 @@ def chain(*changes: Change) -> Change:
     return change
 
 
-def keep_old_shards(stage: int) -> Change:
-    """Interrupt a save over a complete one: the shards are from a run in another precision."""
-    old = make_files(MODEL, Topology(stage, 2, "bf16"), 1)
-    return lambda files: {**drop("optim")(files), **{name: each for name, each in old.items() if "optim" in name}}
-
-
 ZERO1, BF16, ZERO3 = Topology(1, 3), Topology(1, 3, "bf16", "bf16"), Topology(3, 3)
 FP16, FP16_PIPED = Topology(2, 3, "fp16"), Topology(1, 2, "fp16", pp=2)
 ZERO0_FP16 = [Topology(0, 1, "fp16", wrapper) for wrapper in ("fused", "unfused")]
@@ -137,7 +123,7 @@ REFUSED: list[tuple[str, Model, Topology, Change, str]] = [
      r"zero_pp_rank_\{1,3\}_mp_rank_00_optim_states.pt \(2 files\) is missing; .*\"also\", --also.*another tag"),
     ("state-zero1", MODEL, ZERO1, edit(shard(1), lambda c: find_states(c)["state"][0].pop("exp_avg")), LOST_STATE),
     ("state-zero3", MODEL, ZERO3, edit(shard(1), lambda c: find_states(c)["state"][0].pop("exp_avg")), LOST_STATE),
-    ("frozen", MODEL, ZERO3, edit(zero3_states(2), lambda c: c["frozen_param_fragments"].pop("frozen")),
+    ("frozen", MODEL, ZERO3, edit(ZERO3_STATES, lambda c: c["frozen_param_fragments"].pop("frozen")),
      r"frozen \(module, shape \(3,\)\): the shape has 3 elements, the fragments hold 2"),
     ("mp-ranks", MODEL, Topology(1, 2), assign(STATES, mp_world_size=2),
      f"{SECOND} is missing; .*by 2 model-parallel x 2 data-parallel ranks"),
@@ -156,8 +142,8 @@ REFUSED: list[tuple[str, Model, Topology, Change, str]] = [
      r"has step nan, other files of this checkpoint have 3\.0"),
     ("step-stage", PIPE, PIPED, chain(*(mix(f"rank_0{mp}_optim_states.pt", PIPE, PIPED, 1, step=4) for mp in (2, 3))),
      r"mp_rank_02_optim_states.pt: has step 4\.0, other stages of this checkpoint have 3\.0"),
-    *((f"{counter}-zero3", MODEL, ZERO3, mix(zero3_states(2), MODEL, ZERO3, run=Run(**{counter: 7})),
-       f"{zero3_states(2)}: its step differs .*_(steps|samples) 7 ≠")
+    *((f"{counter}-zero3", MODEL, ZERO3, mix(ZERO3_STATES, MODEL, ZERO3, run=Run(**{counter: 7})),
+       f"{ZERO3_STATES}: its step differs .*_(steps|samples) 7 ≠")
       for counter in ("global_steps", "skipped_steps", "global_samples")),
     *((f"step-{topology.label}", model, topology, mix(SECOND, model, topology, run=Run(global_steps=9)),
        r"mp_rank_01_model_states.pt( \(2 files\))?: its step differs .*global_steps 9 ≠") for model, topology in KINDS),
@@ -173,8 +159,9 @@ REFUSED: list[tuple[str, Model, Topology, Change, str]] = [
      OTHER_STAGE.format("scaler")),
     ("config", MODEL, ZERO1, mix(shard(1), MODEL, Topology(1, 3, round_robin=False, sub_group_size=99)),
      f"{shard(1)}: its ds_config differs"),
-    ("old-shards-zero1", MODEL, Topology(1, 2), keep_old_shards(1), "ds_config|are missing"),
-    ("old-shards-zero3", MODEL, Topology(3, 2), keep_old_shards(3), "ds_config|are missing"),
+    *((f"old-shards-zero{stage}", MODEL, Topology(stage, 2),  # a save in another precision was interrupted
+       chain(drop("optim"), mix("optim_states.pt", MODEL, Topology(stage, 2, "bf16"), 1)), "ds_config|are missing")
+      for stage in (1, 3)),
     *((f"model-{topology.label}", MODEL, topology, mix(shard(1), LARGER, topology), OTHER_MODEL)
       for topology in (ZERO1, BF16, ZERO3)),
     ("dtype", MODEL, ZERO1, edit(shard(1), narrow),
@@ -200,11 +187,11 @@ REFUSED: list[tuple[str, Model, Topology, Change, str]] = [
      r"was saved by \(3,\) ranks, the model states say 1"),
     ("optimizer-tp", PLAIN, KINDS[3][1], assign(SECOND, optimizer=None), f"{SECOND}: kind differs from .*None ≠ torch"),
     # more files than one save has
-    ("zero3+stage0", MODEL, Topology(3, 2), add(MODEL, Topology(0)), TWO_SAVES),
-    ("zero3+stage0-bf16", MODEL, Topology(3, 2), add(MODEL, Topology(0, 1, "bf16")), TWO_SAVES),
-    ("zero3-bf16+zero1", MODEL, Topology(3, 2, "bf16"), add(MODEL, Topology(1, 2)), TWO_SAVES),
-    ("zero3+bf16", MODEL, Topology(3, 2), add(MODEL, Topology(1, 2, "bf16", "bf16")), TWO_SAVES),
-    ("layers", PIPE, Topology(1, 1, pp=2, model_axis=True), add(PIPE, Topology(1, 1, pp=2)),
+    ("zero3+stage0", MODEL, Topology(3, 2), mix("", MODEL, Topology(0)), TWO_SAVES),
+    ("zero3+stage0-bf16", MODEL, Topology(3, 2), mix("", MODEL, Topology(0, 1, "bf16")), TWO_SAVES),
+    ("zero3-bf16+zero1", MODEL, Topology(3, 2, "bf16"), mix("", MODEL, Topology(1, 2)), TWO_SAVES),
+    ("zero3+bf16", MODEL, Topology(3, 2), mix("", MODEL, Topology(1, 2, "bf16", "bf16")), TWO_SAVES),
+    ("layers", PIPE, Topology(1, 1, pp=2, model_axis=True), mix("", PIPE, Topology(1, 1, pp=2)),
      r"two saves \(layer_00-model_states.pt and layer_00-model_00-model_states.pt"),
     ("layers-tp", PIPE, Topology(1, 1, tp=3, pp=2),
      chain(mix("", PIPE, Topology(1, 1, tp=3, pp=2), run=OLDER), drop("model_02"), assign("mp_rank", mp_world_size=5)),

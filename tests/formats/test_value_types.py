@@ -51,10 +51,6 @@ def optim(*keys: str) -> Field:
     return Field(OPTIM, ("optimizer_state_dict", *keys))
 
 
-def as_text(value: Any) -> str:
-    return str(value)
-
-
 fragment_address = namedtuple("fragment_address", ["numel", "start"])
 
 
@@ -82,10 +78,10 @@ WRITTEN: list[tuple[Field, Topology, tuple[Callable[[Any], Any], ...]]] = [
     (config("train_batch_size"), STAGE_1, (float,)),
     (config("train_micro_batch_size_per_gpu"), STAGE_1, (float,)),
     (config("gradient_accumulation_steps"), STAGE_1, (float,)),
-    (config("zero_optimization", "stage"), STAGE_1, (float, as_text, ZeroStageEnum)),
-    (config("zero_optimization", "stage"), STAGE_3, (float, as_text, ZeroStageEnum)),
+    (config("zero_optimization", "stage"), STAGE_1, (float, str, ZeroStageEnum)),
+    (config("zero_optimization", "stage"), STAGE_3, (float, str, ZeroStageEnum)),
     # zero/config.py to 0.18: an integer for pydantic
-    (config("zero_optimization", "mics_shard_size"), STAGE_3, (float, as_text)),
+    (config("zero_optimization", "mics_shard_size"), STAGE_3, (float, str)),
     # bwc.py: a value of an mpu
     (model("checkpoint_parallel_dimensions", "tp_degree"), STAGE_1, WHOLE),
     (model("checkpoint_parallel_dimensions", "pp_degree"), STAGE_1, WHOLE),

@@ -40,8 +40,8 @@ def test_full_tensors_are_the_inverse_of_the_cut(trip: Any, step: int | None) ->
         verify_reads(checks, index, Comm())
 
 
-def make_plain_source(tp: int, kinds: tuple[str, ...] = ("norm", "row", "qkv", "column")) -> SavedRun:
-    return draw_state(make_plain(kinds), Topology(1, 2, tp=tp))
+def make_plain_source(tp: int) -> SavedRun:
+    return draw_state(make_plain(("norm", "row", "qkv", "column")), Topology(1, 2, tp=tp))
 
 
 def test_adjacent_items_are_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .description import Model, Topology
+from .description import Topology
 from .files import optim_file, write_files
 
 STALE = -3.5
 """Stale value of swapped states in the state file of pipelined swapping."""
-
-
-def number_parameters(names: Iterable[str], first: int = 0, step: int = 1) -> dict[str, int]:
-    """Return DeepSpeed's ids of parameters that are numbered in this order."""
-    return {name: first + step * place for place, name in enumerate(names)}
 
 
 def swap_out(
@@ -29,7 +24,11 @@ def swap_out(
     pipelined: bool = False,
     threads: int = 1,
 ) -> dict[str, bytes]:
-    """Move the states of some sub-groups out of a save's files; return the swap files by name."""
+    """Move the states of some sub-groups out of a save's files; return the swap files by name.
+
+    Args:
+        numbers: DeepSpeed's ids of the parameters.
+    """
     swaps: dict[str, bytes] = {}
     for tree in files.values():
         tree["ds_config"]["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": "/nowhere"}
@@ -53,11 +52,6 @@ def swap_out(
                 else:
                     state["fp32_flat_groups"][index] = left
     return swaps
-
-
-def model_order(model: Model) -> list[str]:
-    """Return the parameters in module order, each once."""
-    return [param.name for param in model.owners]
 
 
 def write_swapped(folder: Path, files: Mapping[str, Any], swaps: Mapping[str, bytes]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -146,7 +146,11 @@ class _Interpreter:
             scalar_dtypes=dtypes,
             unchecked=_UNCHECKED,
         )
-        findings, run = self._list_ignored(weights), contents.counters.get("global_steps")
+        others = [*self.metadata.tensors, *self.metadata.values]
+        taken = {*weights.values(), *self.names, *self.roots}
+        ignored = dict.fromkeys(".".join(key.split(".")[:2]) for key in others if key not in taken)
+        findings = list_ignored(ignored, NEITHER, self.where.path(self.head), self.head)
+        run = contents.counters.get("global_steps")
         for key in (key for key, (_, shape, _) in self.metadata.tensors.items() if key.endswith(_STEP) and not shape):
             findings += find_other_step(self.where.path(self.head), run, self.find_value(key))
         return contents, findings
@@ -202,8 +206,8 @@ class _Interpreter:
                     path=self.where.path(self.head),
                 )
             return picked[0]
-        firsts = {str(path[0]) for key in keys if len(path := self.metadata.paths.get(key, (key,))) > 1}
-        nested = [key for key in keys if len(self.metadata.paths.get(key, (key,))) > 1]
+        nested = {key: str(path[0]) for key in keys if len(path := self.metadata.paths.get(key, ())) > 1}
+        firsts = {*nested.values()}
         if len(nested) == len(keys) and len(firsts) == 1:
             return f"{firsts.pop()}."
         return "model." if any(key.startswith("model.") for key in nested) else ""
@@ -228,12 +232,6 @@ class _Interpreter:
                 alike[repr(sorted(hyper.items()))].append(owner)
             for owners in alike.values():
                 yield tuple(owners), groups[owners[0]]
-
-    def _list_ignored(self, weights: Mapping[str, str]) -> list[Finding]:
-        taken = {*weights.values(), *self.names}
-        keys = [key for key in (*self.metadata.tensors, *self.metadata.values) if key not in taken]
-        left = dict.fromkeys(".".join(key.split(".")[:2]) for key in keys if key not in self.roots)
-        return list_ignored(left, NEITHER, self.where.path(self.head), self.head)
 
     def find_value(self, key: str) -> Any:
         shape: Shape | None = () if key in self.metadata.tensors else None
@@ -311,11 +309,7 @@ class BlockEntry(NamedTuple):
 
 
 def _read_blocks(where: FileTable, comm: Comm) -> tuple[str, Metadata, dict[Key, BlockEntry]]:
-    """Return the first metadata file, the joined metadata and all blocks (collective).
-
-    Returns:
-        Name of the first metadata file, the joined metadata, and the entry of each of their keys.
-    """
+    """Return the first metadata file's name, the joined metadata, and the entry of each of their keys (collective)."""
     heads = sorted(name for name in where.entries if holds(DCP, name, heads=True))
     comm.alike(lambda: _check_heads(where, heads))
     metadata = Metadata()
@@ -325,7 +319,10 @@ def _read_blocks(where: FileTable, comm: Comm) -> tuple[str, Metadata, dict[Key,
     for key, (file, *_) in metadata.places.items():
         by_file[file].append(key)
     names = sorted(by_file)
-    comm.alike(lambda: _check_files(where, names, heads[0]))
+    missing = [name for name in names if name not in where.entries]
+    if missing:
+        text = f"names files that do not exist: {shorten(missing)}. Copy them here, or take another checkpoint."
+        raise comm.common(CheckpointError(text, path=where.path(heads[0])))
 
     def read(name: str) -> list[BlockEntry]:
         places = [metadata.places[key][1:] for key in by_file[name]]
@@ -346,13 +343,6 @@ def _check_heads(where: FileTable, heads: Sequence[str]) -> None:
             "checkpoint.",
             path=where.path(posixpath.join(folder, ".metadata")),
         )
-
-
-def _check_files(where: FileTable, names: Iterable[str], head: str) -> None:
-    missing = sorted(name for name in names if name not in where.entries)
-    if missing:
-        text = f"names files that do not exist: {shorten(missing)}. Copy them here, or take another checkpoint."
-        raise CheckpointError(text, path=where.path(head))
 
 
 def _read_metadata(path: str, *, folder: str) -> Metadata:

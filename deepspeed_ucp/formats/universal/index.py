@@ -368,12 +368,8 @@ def encode(value: Any, where: str) -> Any:
     if isinstance(value, (list, tuple)):
         items = [encode(item, f"{where}[{at}]") for at, item in enumerate(value)]
         return {_TUPLE: items} if isinstance(value, tuple) else items
-    if isinstance(value, dict):
-        return _encode_dict(value, where)
-    raise UnsupportedError(f"{where.lstrip('.') or 'value'}: {type(value).__name__} {value!r} is not plain data.")
-
-
-def _encode_dict(value: dict[Any, Any], where: str) -> Any:
+    if not isinstance(value, dict):
+        raise UnsupportedError(f"{where.lstrip('.') or 'value'}: {type(value).__name__} {value!r} is not plain data.")
     if all(isinstance(key, str) and not key.startswith("$") for key in value):
         return {key: encode(item, f"{where}.{key}") for key, item in value.items()}
     pairs = [[encode(key, where), encode(item, f"{where}[{key!r}]")] for key, item in value.items()]
@@ -388,6 +384,4 @@ def decode(value: Any) -> Any:
         return value
     decoded = {key: decode(item) for key, item in value.items()}
     (key, *more) = decoded or ("",)
-    if more or key not in _DECODERS:
-        return decoded
-    return _DECODERS[key](decoded[key])
+    return decoded if more or key not in _DECODERS else _DECODERS[key](decoded[key])

@@ -9,7 +9,7 @@ frozen parameters, which are ignored: the model states have the originals.
 from __future__ import annotations
 
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -351,16 +351,14 @@ def _check_states(part: UniversalHeaders) -> None:
 
     A group without gradients has no states. No parameter that the model states do not list may have states.
     """
-    groups: dict[int | None, list[str]] = {}
+    groups = defaultdict[int | None, list[str]](list)
     for name, flat in part.flats.items():
-        if any(count(shape) for shape in part.shapes[name].values()):
-            groups.setdefault(flat, []).append(name)
+        if any(map(count, part.shapes[name].values())):
+            groups[flat].append(name)
     for names in groups.values():
-        everything = set().union(*(part.params.get(name, {}) for name in names))
-        lacking = [
-            f"{name}/{state}.pt" for name in names for state in sorted(everything - set(part.params.get(name, {})))
-        ]
-        if lacking:
+        everything = sorted(set().union(*(part.params.get(name, {}) for name in names)))
+        pairs = ((name, state) for name in names for state in everything if state not in part.params.get(name, {}))
+        if lacking := [f"{name}/{state}.pt" for name, state in pairs]:
             text = f"{shorten(lacking)}, although other parameters of the same group have such files"
             raise _make_missing_error(f"{part.save.folder}/zero", text)
     strangers = [name for name, states in part.params.items() if set(states) - {MASTER} and name not in part.shapes]
@@ -380,8 +378,7 @@ def _add_scalars(builder: Builder, part: UniversalHeaders, notes: list[str]) -> 
     trained = [name for name in part.shapes if set(part.params.get(name, {})) - {MASTER}]
     for name in trained:
         if part.save.is_sharded:
-            flat = part.flats[name]
-            _add_zero3_scalars(builder, part, name, 0 if flat is None else flat)
+            _add_zero3_scalars(builder, part, name, part.flats[name] or 0)
         elif header := part.params[name].get(_STEP):
             if header.value is None:
                 builder.irregular.setdefault(AtomKey(name, _STEP), "a tensor of several elements")
@@ -466,10 +463,7 @@ def _note_shared_by_stages(part: UniversalHeaders) -> list[str]:
     stages are excluded.
     """
     save = part.save
-    stages: dict[str, int] = {}
-    for stage in range(save.pp):
-        for name in save.model(stage * save.tp).owned:
-            stages[name] = stages.get(name, 0) + 1
+    stages = Counter(name for stage in range(save.pp) for name in save.model(stage * save.tp).owned)
     shared: tuple[Any, ...] = ()
     with suppress(MismatchError):
         shared = from_universal_info(save.model(0).hints.get(INFO)).shared
@@ -499,8 +493,9 @@ def _make_groups(part: UniversalHeaders, notes: list[str]) -> tuple[GroupInfo, .
 
 def _read_patterns(part: UniversalHeaders) -> dict[str, dict[str, Any]]:
     """Return by parameter the pattern by which the converter joined its shards."""
-    masters = {name: part.params.get(name, {}).get(MASTER) for name in part.shapes if part.save.tp > 1}
-    patterns = {
-        name: read_keys(master.keys, master.piece.shape) for name, master in masters.items() if master and master.piece
-    }
-    return {name: record_pattern(pattern) for name, pattern in patterns.items() if pattern is not None}
+    patterns = dict[str, dict[str, Any]]()
+    for name in part.shapes if part.save.tp > 1 else ():
+        master = part.params.get(name, {}).get(MASTER)
+        if master and master.piece and (pattern := read_keys(master.keys, master.piece.shape)):
+            patterns[name] = record_pattern(pattern)
+    return patterns

@@ -236,7 +236,6 @@ def test_a_save_with_converted_files_is_read_as_the_save(made: Callable[[Topolog
     assert open_alone(folder).topology.wrapper == "zero12"
 
 
-KINDS = {"column": ShardV(), "row": ShardH(dim=1)}
 INFO = {"parameter_with_row_parallelism_patterns": [r".*\.row"], "tp_replicated_parameter_patterns": [r".*\.norm"]}
 
 
