@@ -53,13 +53,6 @@ def test_ties_of_tensor_parallel_ranks_are_read(tmp_path: Path) -> None:
     assert open_files(tmp_path, make_files(PLAIN, Topology(1, 2, tp=2))).resolve("head") == "a.col"
 
 
-LOOSE = Model(
-    tuple(param for param in PIPE.params if param.name != "tied_modules.embed.fixed"),
-    {"1.count": torch.arange(3)},
-    PIPE.layers,
-)
-
-
 def test_extra_states_in_layer_files_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     files = make_files(PIPE, Topology(1, 1, "fp32", pp=2))
     for name in [name for name in files if name.startswith("layer_")][:2]:
@@ -98,7 +91,8 @@ def test_a_tied_modules_copy_belongs_to_the_stage_that_wrote_it(tmp_path: Path) 
 
 def test_copies_are_omitted_if_the_stage_of_a_tied_file_is_ambiguous(tmp_path: Path) -> None:
     topology = Topology(1, 1, pp=2, placement=interleaved(7, 2, 3))
-    model = Model(LOOSE.params, LOOSE.buffers, TWICE.layers)
+    params = tuple(param for param in TWICE.params if param.name != "tied_modules.embed.fixed")
+    model = replace(TWICE, params=params, buffers={"1.count": torch.arange(3)})
     index = open_files(tmp_path, make_files(model, topology), Naming(model.live_groups))
     held = {param for param in copies(index) if param.name.startswith("tied_modules")}
     assert all(index.find(param.name, MASTER, param.instance) for param in copies(index))
