@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,36 +19,21 @@ from tests.formats.saves import Files, make_files, open_files
 from tests.synth import Model, Param, Topology
 
 MODEL = Model((Param("a", (3, 5)), Param("b", (7,), group=1), Param("fixed", (2, 2), frozen=True)))
-MODEL_STATES, OPTIM = "model_states", "optim_states"
 
 
-class Field(NamedTuple):
-    """A value, by its path of keys, in all files whose names contain `kind`."""
-
-    kind: str
-    keys: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return ".".join(self.keys)
-
-    def change(self, files: Files, convert: Callable[[Any], Any]) -> None:
-        """Replace the value in all files."""
-        for tree in (content for name, content in files.items() if self.kind in name):
-            for key in self.keys[:-1]:
-                tree = tree[key]
-            tree[self.keys[-1]] = convert(tree[self.keys[-1]])
+def find_files(path: str) -> str:
+    """Return a part of the names of the files that have a field, given by its keys joined by dots."""
+    kinds = {"ds_config": "_states.pt", "optimizer_state_dict": "optim_states"}
+    return kinds.get(path.partition(".")[0], "model_states")
 
 
-def model(*keys: str) -> Field:
-    return Field(MODEL_STATES, keys)
-
-
-def config(*keys: str) -> Field:
-    return Field("_states.pt", ("ds_config", *keys))
-
-
-def optim(*keys: str) -> Field:
-    return Field(OPTIM, ("optimizer_state_dict", *keys))
+def change(files: Files, path: str, convert: Callable[[Any], Any]) -> None:
+    """Replace a field in all files that have it."""
+    *outer, last = path.split(".")
+    for tree in (content for name, content in files.items() if find_files(path) in name):
+        for key in outer:
+            tree = tree[key]
+        tree[last] = convert(tree[last])
 
 
 fragment_address = namedtuple("fragment_address", ["numel", "start"])
@@ -64,35 +49,35 @@ WHOLE = (float, np.int64, np.float64, torch.tensor)
 
 # Field, topology, types other than int that were found for it, and the code that writes them. Of the releases 0.16.0,
 # 0.16.9, 0.17.2, 0.17.6, 0.18.2 and 0.19.8; numbers that a script computes with numpy or torch reach them unchanged.
-WRITTEN: list[tuple[Field, Topology, tuple[Callable[[Any], Any], ...]]] = [
+WRITTEN: list[tuple[str, Topology, tuple[Callable[[Any], Any], ...]]] = [
     # engine.py: += train_batch_size(), which is micro * (world / sp) since 0.17 (runtime/config.py)
-    (model("global_samples"), STAGE_1, WHOLE),
-    (model("global_samples"), STAGE_3, WHOLE),
+    ("global_samples", STAGE_1, WHOLE),
+    ("global_samples", STAGE_3, WHOLE),
     # engine.py: += 1; a script may set them to continue another run's count
-    (model("global_steps"), STAGE_1, WHOLE),
-    (model("skipped_steps"), STAGE_1, WHOLE),
+    ("global_steps", STAGE_1, WHOLE),
+    ("skipped_steps", STAGE_1, WHOLE),
     # groups.py: sizes of process groups, or a value of an mpu
-    (model("dp_world_size"), STAGE_3, WHOLE),
-    (model("mp_world_size"), STAGE_3, WHOLE),
+    ("dp_world_size", STAGE_3, WHOLE),
+    ("mp_world_size", STAGE_3, WHOLE),
     # the script's ds_config, unchanged: DeepSpeed accepts floats there, and the stage also as text or enum
-    (config("train_batch_size"), STAGE_1, (float,)),
-    (config("train_micro_batch_size_per_gpu"), STAGE_1, (float,)),
-    (config("gradient_accumulation_steps"), STAGE_1, (float,)),
-    (config("zero_optimization", "stage"), STAGE_1, (float, str, ZeroStageEnum)),
-    (config("zero_optimization", "stage"), STAGE_3, (float, str, ZeroStageEnum)),
+    ("ds_config.train_batch_size", STAGE_1, (float,)),
+    ("ds_config.train_micro_batch_size_per_gpu", STAGE_1, (float,)),
+    ("ds_config.gradient_accumulation_steps", STAGE_1, (float,)),
+    ("ds_config.zero_optimization.stage", STAGE_1, (float, str, ZeroStageEnum)),
+    ("ds_config.zero_optimization.stage", STAGE_3, (float, str, ZeroStageEnum)),
     # zero/config.py to 0.18: an integer for pydantic
-    (config("zero_optimization", "mics_shard_size"), STAGE_3, (float, str)),
+    ("ds_config.zero_optimization.mics_shard_size", STAGE_3, (float, str)),
     # bwc.py: a value of an mpu
-    (model("checkpoint_parallel_dimensions", "tp_degree"), STAGE_1, WHOLE),
-    (model("checkpoint_parallel_dimensions", "pp_degree"), STAGE_1, WHOLE),
+    ("checkpoint_parallel_dimensions.tp_degree", STAGE_1, WHOLE),
+    ("checkpoint_parallel_dimensions.pp_degree", STAGE_1, WHOLE),
     # stage_1_and_2.py, stage3.py, bf16_optimizer.py
-    (optim("zero_stage"), STAGE_1, (ZeroStageEnum,)),
-    (optim("zero_stage"), STAGE_3, (ZeroStageEnum,)),
-    (optim("partition_count"), STAGE_1, (list, tuple)),
-    (optim("group_paddings"), STAGE_1, (list, tuple)),
-    (optim("param_slice_mappings"), STAGE_1, (as_named_tuples,)),
+    ("optimizer_state_dict.zero_stage", STAGE_1, (ZeroStageEnum,)),
+    ("optimizer_state_dict.zero_stage", STAGE_3, (ZeroStageEnum,)),
+    ("optimizer_state_dict.partition_count", STAGE_1, (list, tuple)),
+    ("optimizer_state_dict.group_paddings", STAGE_1, (list, tuple)),
+    ("optimizer_state_dict.param_slice_mappings", STAGE_1, (as_named_tuples,)),
     # config.py: "gradient_clipping", unchanged
-    (optim("clip_grad"), STAGE_1, (float, int)),
+    ("optimizer_state_dict.clip_grad", STAGE_1, (float, int)),
 ]
 ROWS = [
     pytest.param(field, topology, convert, id=f"{field}-zero{topology.stage}-{convert.__name__}")
@@ -101,29 +86,29 @@ ROWS = [
 ]
 
 # Field, topology, and a value of a type that no release writes.
-UNKNOWN: list[tuple[Field, Topology, Any]] = [
-    (model("global_samples"), STAGE_1, 6.5),
-    (model("global_samples"), STAGE_1, float("nan")),
-    (model("global_samples"), STAGE_1, "6"),
-    (model("global_samples"), STAGE_1, -6.0),
-    (model("global_steps"), STAGE_3, 2.5),
-    (model("skipped_steps"), STAGE_1, [1]),
-    (model("dp_world_size"), STAGE_3, 1.5),
-    (model("dp_world_size"), STAGE_3, -1),
-    (model("mp_world_size"), STAGE_3, 0),
-    (config("zero_optimization", "stage"), STAGE_1, 1.5),
-    (config("zero_optimization", "stage"), STAGE_1, "weights"),
-    (config("zero_optimization"), STAGE_1, {"stage": 1, "list": [0] * 100_000}),
-    (model("checkpoint_parallel_dimensions", "tp_degree"), STAGE_1, 1.5),
-    (model("buffer_names"), STAGE_1, [7]),
-    (model("module"), STAGE_1, [7]),
-    (model("param_shapes"), STAGE_1, [7]),
-    (model("param_shapes"), STAGE_3, [{"a": [3, 5]}]),
-    (model("shared_params"), STAGE_1, {"a": 7}),
-    (optim("zero_stage"), STAGE_1, 1.5),
-    (optim("partition_count"), STAGE_1, [2.5]),
-    (optim("group_paddings"), STAGE_1, [0.5, 0]),
-    (optim("param_slice_mappings"), STAGE_1, [{"a": (0, 15)}]),
+UNKNOWN: list[tuple[str, Topology, Any]] = [
+    ("global_samples", STAGE_1, 6.5),
+    ("global_samples", STAGE_1, float("nan")),
+    ("global_samples", STAGE_1, "6"),
+    ("global_samples", STAGE_1, -6.0),
+    ("global_steps", STAGE_3, 2.5),
+    ("skipped_steps", STAGE_1, [1]),
+    ("dp_world_size", STAGE_3, 1.5),
+    ("dp_world_size", STAGE_3, -1),
+    ("mp_world_size", STAGE_3, 0),
+    ("ds_config.zero_optimization.stage", STAGE_1, 1.5),
+    ("ds_config.zero_optimization.stage", STAGE_1, "weights"),
+    ("ds_config.zero_optimization", STAGE_1, {"stage": 1, "list": [0] * 100_000}),
+    ("checkpoint_parallel_dimensions.tp_degree", STAGE_1, 1.5),
+    ("buffer_names", STAGE_1, [7]),
+    ("module", STAGE_1, [7]),
+    ("param_shapes", STAGE_1, [7]),
+    ("param_shapes", STAGE_3, [{"a": [3, 5]}]),
+    ("shared_params", STAGE_1, {"a": 7}),
+    ("optimizer_state_dict.zero_stage", STAGE_1, 1.5),
+    ("optimizer_state_dict.partition_count", STAGE_1, [2.5]),
+    ("optimizer_state_dict.group_paddings", STAGE_1, [0.5, 0]),
+    ("optimizer_state_dict.param_slice_mappings", STAGE_1, [{"a": (0, 15)}]),
 ]
 
 
@@ -133,7 +118,7 @@ def make(topology: Topology) -> Files:
     for name, content in files.items():
         content["ds_config"] |= {"train_batch_size": 6, "train_micro_batch_size_per_gpu": 3}
         content["ds_config"]["gradient_accumulation_steps"] = 1
-        if MODEL_STATES in name:
+        if "model_states" in name:
             content["checkpoint_parallel_dimensions"] = {"tp_degree": 1, "pp_degree": 1}
             content |= {"global_steps": 5, "global_samples": 30, "skipped_steps": 1, "mp_world_size": 1}
         else:
@@ -147,11 +132,11 @@ def open_both(folder: Path, files: Files) -> tuple[AtomicIndex, SavedJob]:
 
 @pytest.mark.parametrize(("field", "topology", "convert"), ROWS)
 def test_a_value_that_deepspeed_writes_is_read(
-    tmp_path: Path, field: Field, topology: Topology, convert: Callable[[Any], Any]
+    tmp_path: Path, field: str, topology: Topology, convert: Callable[[Any], Any]
 ) -> None:
     plain, plain_job = open_both(tmp_path / "plain", make(topology))
     changed = make(topology)
-    field.change(changed, convert)
+    change(changed, field, convert)
     index, job = open_both(tmp_path / "changed", changed)
     assert (job, index.job) == (plain_job, plain.job)
     assert job.total_batch == 6 and job.accumulation == 1 and job.steps == 5
@@ -165,14 +150,14 @@ def test_a_value_that_deepspeed_writes_is_read(
 @pytest.mark.parametrize(
     ("field", "topology", "value"), [pytest.param(*row, id=f"{row[0]}-{str(row[2])[:20]}") for row in UNKNOWN]
 )
-def test_a_value_of_unknown_type_is_refused(tmp_path: Path, field: Field, topology: Topology, value: Any) -> None:
+def test_a_value_of_unknown_type_is_refused(tmp_path: Path, field: str, topology: Topology, value: Any) -> None:
     files = make(topology)
-    field.change(files, lambda _: value)
+    change(files, field, lambda _: value)
     with pytest.raises(UnsupportedError) as found:
         open_both(tmp_path, files)
     text = str(found.value)
-    where = next(key for key in field.keys if key != "optimizer_state_dict")
+    where = field.removeprefix("optimizer_state_dict.").partition(".")[0]
     assert f"its {where} is " in text and "is not supported" in text and "Update deepspeed_ucp" in text
-    assert field.kind in text and "damage" not in text
+    assert find_files(field) in text and "damage" not in text
     if not isinstance(value, (list, dict)):
         assert (str(value) if not isinstance(value, str) else repr(value)) in text
