@@ -119,6 +119,15 @@ def test_files_that_contradict_each_other_about_experts_are_refused(
         open_files(tmp_path, change(make_files(model, Topology(1, 4, ep=ep)), *options))
 
 
+def test_an_expert_with_a_permuted_copy_counts(tmp_path: Path) -> None:
+    """The header of its file is not compact."""
+    files, name = make_files(NATIVES, Topology(1, 4, ep=(2,))), f"body{NATIVE}3.w"
+    held = files[expert_file(0, 3)]
+    held[name] = held[name].t().contiguous().t()
+    index = open_files(tmp_path, files)
+    assert index.find(name, "fp32") and not index.find(name, "copy")
+
+
 def test_a_parameter_is_an_expert_only_with_an_experts_file(tmp_path: Path) -> None:
     name = f"body{NATIVE}0.w"
     index = open_files(tmp_path, make_files(Model((Param(name, (2, 3)),)), Topology(1, 4)))
