@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 
 from deepspeed_ucp.saves import files
@@ -21,50 +19,34 @@ def make_state(numel: int = 100_000) -> dict[str, Any]:
     return {"weights": weights, "view": weights[5:10], "other": torch.ones(7, dtype=torch.bfloat16), "step": 3}
 
 
-@pytest.fixture
-def shared() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="ucp-test-", dir="/dev/shm") as folder:
-        yield Path(folder)
-
-
-def read(path: Path) -> Any:
-    return torch.load(path, weights_only=True)
-
-
 def check(path: Path, state: dict[str, Any]) -> None:
-    found = read(path)
+    found = torch.load(path, weights_only=True)
     assert found.keys() == state.keys() and found["step"] == state["step"]
     assert all(torch.equal(found[name], state[name]) for name in ("weights", "view", "other"))
     assert found["view"].untyped_storage().data_ptr() == found["weights"].untyped_storage().data_ptr()
 
 
-def test_a_file_is_overwritten_through_its_mapping(shared: Path) -> None:
-    """The new content may be longer than the mapping, or shorter."""
-    mapped, path = MappedFiles(wanted=True), shared / "state.pt"
-    save_over(make_state(), str(path), mapped)
-    mapped.settle()
-    with open(path) as file:
-        assert mapped.find(file.fileno()) is not None
-    for numel in (100_000, 150_000, 30_000):
-        state = make_state(numel)
-        with mock.patch.object(os, "pwrite", side_effect=os.pwrite) as written:
-            save_over(state, str(path), mapped)
-        assert (written.call_count == 0) == (numel != 150_000)
-        check(path, state)
-    mapped.tidy(everything=True)
-
-
-def test_memory_of_deleted_files_is_freed_after_their_last_reference(shared: Path) -> None:
-    mapped, path = MappedFiles(wanted=True), shared / "state.pt"
+def test_a_file_is_overwritten_through_its_mapping_until_it_is_deleted() -> None:
+    """The new content may be longer than the mapping, or shorter. The mapping holds the memory of a deleted file."""
+    mapped = MappedFiles(wanted=True)
+    with tempfile.TemporaryDirectory(prefix="ucp-test-", dir="/dev/shm") as folder:
+        path = Path(folder, "state.pt")
+        save_over(make_state(), str(path), mapped)
+        mapped.settle()
+        with open(path) as file:
+            assert mapped.find(file.fileno()) is not None
+        for numel in (100_000, 150_000, 30_000):
+            state = make_state(numel)
+            with mock.patch.object(os, "pwrite", side_effect=os.pwrite) as written:
+                save_over(state, str(path), mapped)
+            assert (written.call_count == 0) == (numel != 150_000)
+            check(path, state)
 
     def list_held() -> list[str]:
         opened = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
         lines = [*opened, *Path("/proc/self/maps").read_text().splitlines()]
         return [each for each in lines if str(path) in each]
 
-    save_over(make_state(), str(path), mapped)
-    mapped.settle()
-    path.unlink()
     assert list_held()
     mapped.tidy()
     assert list_held() == []
