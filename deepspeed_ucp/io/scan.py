@@ -93,8 +93,6 @@ class _Scan:
 
     def read(self, low: int, nbytes: int, scratch: Scratch) -> None:
         """Read a piece and checksum its parts of the ranges."""
-        with self.lock:
-            self._open()
         view, error = self._fill(low, nbytes, scratch)
         checks = []
         for number in self.ranges_of[low]:
@@ -111,17 +109,15 @@ class _Scan:
             if not self.left and self.stored is not None:
                 self.stored.close()
 
-    def _open(self) -> None:
-        if self.stored is not None or self.found.errors:
-            return
-        try:
-            self.stored = open_stored(self.file.path, os.POSIX_FADV_SEQUENTIAL, size=self.file.size)
-        except CheckpointError as error:
-            self.found.errors.append((0, error.text.removesuffix(".")))
-
     def _fill(self, low: int, nbytes: int, scratch: Scratch) -> tuple[memoryview, str]:
         """Return the bytes that could be read, and an error message if these are not all."""
         got = 0
+        with self.lock:
+            if self.stored is None and not self.found.errors:
+                try:
+                    self.stored = open_stored(self.file.path, os.POSIX_FADV_SEQUENTIAL, size=self.file.size)
+                except CheckpointError as error:
+                    self.found.errors.append((0, error.text.removesuffix(".")))
         if self.stored is None:
             return memoryview(b""), ""
         with suppress(CheckpointError):  # the read below reports it with its offset
