@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from deepspeed_ucp.cli.dispatch import main
+from tests.support.expertmodels import NATIVES
 from tests.support.exports import check_same, read_all
 from tests.support.reshard3d import VOCAB, draw_state, make_plain
-from tests.synth import ExpertLayer, Model, Param, Run, State, Topology, random_state, write_checkpoint
+from tests.synth import Model, Param, Run, State, Topology, random_state, write_checkpoint
 
 MODEL = Model((Param("net.a", (30, 7)), Param("net.b", (30,)), Param("head", (30, 7), alias_of="net.a")))
 STATE = random_state(MODEL, 0, precision="bf16")
@@ -122,27 +123,12 @@ def test_export_of_stage_0_needs_groups_for_masters(tmp_path: Path, capsys: pyte
     assert torch.equal(load_file(tmp_path / "master" / "model.safetensors")["net.b"], expected)
 
 
-LAYERS = tuple(ExpertLayer(f"h.{number}.mlp", 4) for number in range(2))
-ENDS = {"fc.weight": (5, 6), "fc.bias": (5,)}
-EXPERTS = Model(
-    (
-        Param("wte", (8, 6)),
-        *(Param(f"{layer.prefix}{n}.{end}", ENDS[end]) for layer in LAYERS for n in range(4) for end in ENDS),
-    ),
-    experts=LAYERS,
-)
-
-
-@pytest.mark.parametrize(
-    "topology", [Topology(1, 4, "bf16", ep=(2, 4)), Topology(0, 4, "bf16", "unfused", ep=(2, 2))], ids=lambda t: t.label
-)
-def test_masters_and_states_of_experts_are_exported(tmp_path: Path, topology: Topology) -> None:
-    """At stage 0 DeepSpeed moves experts out of the optimizer's group, which needs names."""
-    groups = [] if topology.stage else ["--groups", "module"]
-    state = random_state(EXPERTS, 1, precision=topology.precision)
-    path = write_checkpoint(tmp_path, EXPERTS, state, topology)
-    assert topology.stage or export(path, tmp_path / "out", "--to", "dcp") == 2
-    assert export(path, tmp_path / "out", "--to", "dcp", *groups) == 0
+def test_masters_and_states_of_experts_at_stage_0_are_exported_with_names(tmp_path: Path) -> None:
+    """DeepSpeed moves experts out of the optimizer's group, which needs names."""
+    state = random_state(NATIVES, 1, precision="bf16")
+    path = write_checkpoint(tmp_path, NATIVES, state, Topology(0, 4, "bf16", "unfused", ep=(2,)))
+    assert export(path, tmp_path / "out", "--to", "dcp") == 2
+    assert export(path, tmp_path / "out", "--to", "dcp", "--groups", "module") == 0
     found = read_all(tmp_path / "out")
     check_same(found["model"], {name: held["fp32"] for name, held in state.atoms.items()})
     states = found["optim"]["state"]

@@ -204,8 +204,6 @@ def test_impossible_degrees_are_obstacles(target: str, text: str, tmp_path: Path
     index = open_experts(tmp_path, (2, 2))
     check = check_resume(index, parse_degrees(target, index.topology))
     assert text in " ".join(check.obstacles) and bool(text) == bool(check.obstacles)
-    plain = open_model(tmp_path, Topology(1, 2), MODEL)
-    assert "no experts" in check_resume(plain, parse_degrees("dp=4,ep=2", plain.topology)).obstacles[0]
 
 
 def test_another_placement_of_experts_at_equal_degrees_is_no_obstacle(tmp_path: Path) -> None:
