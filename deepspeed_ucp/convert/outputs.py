@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ..errors import UnsupportedError
-from ..extensions.registry import Extension, find_for_names
+from ..extensions.registry import find_for_names
 from ..formats.deepspeed.files import ZERO
 from ..formats.deepspeed.seal import SealedFile
 from ..formats.universal.index import LONGEST, SealedAtom, is_path, place_file
@@ -81,18 +81,14 @@ def list_files(full: FullTensors, fused: Mapping[str, int]) -> list[OutputFile]:
     Args:
         fused: name → number of atoms that are joined in a parameter.
     """
-    extensions = find_for_names([key.name for key in full.tensors])
-    return [_make_file(full, full.tensors[key], fused.get(key.name, 0), extensions) for key in sorted(full.tensors)]
-
-
-def _make_file(full: FullTensors, atom: FullTensor, count: int, extensions: Iterable[Extension]) -> OutputFile:
-    """Return the file of an atom, with the keys by which upstream's loader cuts it."""
-    pattern = full.patterns.get(atom.name)
-    keys = upstream_keys(pattern, atom.shape, atom.name)
-    for extension in extensions:
-        keys = extension.make_upstream_keys(atom.name, count) or keys
-    image = make_image(keys, atom.dtype, atom.numel, full.cut_padding(atom))
-    return OutputFile(atom, place_file(atom.atom.key), image)
+    extensions, files = find_for_names([key.name for key in full.tensors]), []
+    for key, atom in sorted(full.tensors.items()):
+        keys = upstream_keys(full.patterns.get(atom.name), atom.shape, atom.name)  # by which upstream's loader cuts it
+        for extension in extensions:
+            keys = extension.make_upstream_keys(atom.name, fused.get(key.name, 0)) or keys
+        image = make_image(keys, atom.dtype, atom.numel, full.cut_padding(atom))
+        files.append(OutputFile(atom, place_file(atom.atom.key), image))
+    return files
 
 
 def find_formless(full: FullTensors) -> list[str]:

@@ -103,28 +103,30 @@ class Facts:
             return False
 
     def _walk(self, node: ast.expr, text: str) -> Any:
-        if isinstance(node, ast.Constant) and isinstance(node.value, (int, float, str)):
-            return node.value
-        if isinstance(node, ast.Name):
-            return self._find_name(node.id)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "args":
-            return self._find_argument(node.attr)
-        kind, left, right = _read_operation(node)
-        if kind in _ARITHMETIC:
-            return self._calculate(kind, left, right, text)
-        if isinstance(node, ast.BoolOp):
-            return self._choose(node, text)
-        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.List):
-            items, number = node.value.elts, self._walk(node.slice, text)
-            if type(number) is not int or not 0 <= number < len(items):
-                raise MismatchError(f"{text!r} has {len(items)} items and no item {number!r}; the first is item 0")
-            return self._walk(items[number], text)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
-            return self._call(node.func.id, [self._walk(part, text) for part in node.args], text)
+        match node:
+            case ast.Constant(value=int() | float() | str() as value):
+                return value
+            case ast.Name(id=name):
+                return self._find_name(name)
+            case ast.Attribute(value=ast.Name(id="args"), attr=key):
+                return self._find_argument(key)
+            case (
+                ast.BinOp(left=left, op=operation, right=right)
+                | ast.Compare(left=left, ops=[operation], comparators=[right])
+            ) if type(operation) in _ARITHMETIC:
+                return self._calculate(type(operation), self._walk(left, text), self._walk(right, text), text)
+            case ast.BoolOp():
+                return self._choose(node, text)
+            case ast.Subscript(value=ast.List(elts=items)):
+                number = self._walk(node.slice, text)
+                if type(number) is not int or not 0 <= number < len(items):
+                    raise MismatchError(f"{text!r} has {len(items)} items and no item {number!r}; the first is item 0")
+                return self._walk(items[number], text)
+            case ast.Call(func=ast.Name(id=function), keywords=[]):
+                return self._call(function, [self._walk(part, text) for part in node.args], text)
         raise ConfigError(f"patterns: {ast.unparse(node)!r} in {text!r} is not supported")
 
-    def _calculate(self, kind: type[ast.AST], left: ast.expr, right: ast.expr, text: str) -> Any:
-        first, second = self._walk(left, text), self._walk(right, text)
+    def _calculate(self, kind: type[ast.AST], first: Any, second: Any, text: str) -> Any:
         try:
             if issubclass(kind, ast.operator) and any(isinstance(value, str) for value in (first, second)):
                 raise TypeError("text is no number")  # Python repeats, joins and formats it
@@ -208,15 +210,6 @@ class Facts:
             raise UnknownError(f"a parameter {expression!r}")
         self.measured[expression, dim] = sizes.pop()
         return self.measured[expression, dim]
-
-
-def _read_operation(node: ast.expr) -> tuple[Any, Any, Any]:
-    """Return operator, left and right side of a binary operation, or three times None."""
-    if isinstance(node, ast.BinOp):
-        return type(node.op), node.left, node.right
-    if isinstance(node, ast.Compare) and len(node.ops) == 1:
-        return type(node.ops[0]), node.left, node.comparators[0]
-    return None, None, None
 
 
 @lru_cache(maxsize=1 << 10)

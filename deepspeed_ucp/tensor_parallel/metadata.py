@@ -61,21 +61,16 @@ class Viewed(Pattern):
     widths: tuple[tuple[int, ...], ...] | None = None
 
     def _lay(self, shapes: Sequence[Shape]) -> Layout:
-        for first, last in self._list_groups(len(shapes[0])):
-            pattern = self._fit(shapes, first, last)
+        dims = len(shapes[0])
+        spare = len(self.view) - dims  # the cut dimension is several of the view, with ``axis`` among them
+        for first in range(max(0, self.axis - spare), min(self.axis + 1, dims)):
+            pattern = self._fit(shapes, first, first + spare)
             if pattern is not None:
                 return pattern.join(shapes)
         raise MismatchError(
             f"sub-parameters in the view {list(self.view)}, cut along its dimension {self.axis}, do not fit shards of "
             f"{list(shapes)}"
         )
-
-    def _list_groups(self, dims: int) -> Iterator[tuple[int, int]]:
-        """Yield the (first, last) view dimensions that may form the cut dimension."""
-        spare = len(self.view) - dims
-        for first in range(max(0, self.axis - spare), self.axis + 1):
-            if spare >= 0 and first + spare >= self.axis and first < dims:
-                yield first, first + spare
 
     def _fit(self, shapes: Sequence[Shape], first: int, last: int) -> ShardNC | None:
         others = (*self.view[:first], *self.view[last + 1 :])

@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 from ..errors import MismatchError
 from .facts import compile_regex
 from .kinds import FUSED_QKV
-from .layout import Layout, Product, Shape
+from .layout import Layout, Shape
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,12 @@ class Resize:
                 f'{rule}: the model has {want[0]} of {kept} rows; "shrink": true leaves the last ones out'
             )
         kept = min(kept, want[0])
-        resized = Resized(have[0], want[0], kept, self.new)
-        return (saved if kept == have[0] else _claim(saved, kept)), resized
+        resized, shards = Resized(have[0], want[0], kept, self.new), saved.claims or saved.shards
+        if kept == have[0]:
+            return saved, resized
+        rows = [tuple((low, min(high, kept)) for low, high in shard[0] if low < kept) for shard in shards]
+        claims = tuple((part, *shard[1:]) for part, shard in zip(rows, shards, strict=True))
+        return replace(saved, claims=claims), resized
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +104,6 @@ def pad_vocabulary(saved: Layout, live: Layout) -> Resized | None:
 def is_fused(name: str) -> bool:
     """Return True for a fused parameter's name: new rows would extend its last part."""
     return bool(FUSED_QKV.search(name) or "gate_up" in name) and ".lora_" not in name
-
-
-def _claim(layout: Layout, kept: int) -> Layout:
-    """Return the layout with claims on its first rows only."""
-
-    def clip(shard: Product) -> Product:
-        return (tuple((low, min(high, kept)) for low, high in shard[0] if low < kept), *shard[1:])
-
-    return replace(layout, claims=tuple(map(clip, layout.claims or layout.shards)))
 
 
 def advise_resize(shapes: Mapping[str, tuple[Shape, Shape]]) -> str:
