@@ -49,7 +49,10 @@ _KEPT_BYTES = 1 << 16  # other entries with larger tensors are partitions of one
 
 def write_states(index: AtomicIndex, folder: str) -> dict[str, SealedFile]:
     """Write the files without atoms; the caller syncs them."""
-    main = _make_empty(index.counters) if index.format else read_state_file(index, index.state_file)
+    if index.format:  # a foreign checkpoint has only counters
+        main = TorchFile("", 0, {}, 0, "", {**index.counters, "ds_version": _OLDEST}, PROTOCOL, {}, ())
+    else:
+        main = read_state_file(index, index.state_file)
     saved = _as_dict(main.tree)
     with explain_full(folder):
         client = _save(main, _strip_model(saved), os.path.join(folder, STATE_FILE), {})
@@ -75,12 +78,6 @@ def find_dropped_client(index: AtomicIndex) -> list[str]:
 def _save(file: TorchFile, tree: Any, path: str, added: Mapping[str, bytes]) -> SealedFile:
     size, crc = save_parts(file, tree, path, added)
     return SealedFile(size=size, crc=crc)
-
-
-def _make_empty(counters: Mapping[str, Any]) -> TorchFile:
-    """Return a state file with only the counters, for a foreign checkpoint."""
-    tree = {**counters, "ds_version": _OLDEST}
-    return TorchFile("", 0, {}, 0, "", tree, PROTOCOL, {}, ())
 
 
 def _write_client_states(index: AtomicIndex, folder: str) -> Iterator[tuple[str, SealedFile]]:

@@ -246,16 +246,6 @@ def test_rename_rules_and_prefixes_without_a_match_are_logged(tmp_path: Path, ca
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
-def test_stage_0_without_names_exports_the_models_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    state = random_state(MODEL, 0, precision="fp16")
-    path = write_checkpoint(tmp_path, MODEL, state, Topology(0, precision="fp16", wrapper="fused"))
-    index = open_checkpoint(str(path), Comm(), Naming(weights_only=True))
-    export_safetensors(index, str(tmp_path / "out"), rules=from_config({"resize": [{"match": "a"}]}))
-    assert "model's own float16 are written" in caplog.text
-    assert "resize rules are for loads; the saved shapes are written" in caplog.text
-    assert torch.equal(load_all(tmp_path / "out")["b.weight"], state.atoms["b.weight"]["fp32"].half().float())
-
-
 @pytest.mark.parametrize("export", [export_safetensors, partial(export_dcp, weights_only=True)], ids=["hf", "dcp"])
 def test_default_casts_and_overflows_are_logged(tmp_path: Path, export: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Values that were infinite or NaN before are not logged."""
@@ -292,8 +282,9 @@ def test_values_beyond_the_range_of_a_dtype_are_detected(target: str) -> None:
 def test_parts_that_are_not_exported_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = Run(nest=lambda module: {**module, "layer._extra_state": b"recipe"})
     index = replace(open_model(tmp_path, Topology(1, 2), run=run), dropped="a converter omits buffers")
-    export_safetensors(index, str(tmp_path / "out"))
+    export_safetensors(index, str(tmp_path / "out"), rules=from_config({"resize": [{"match": "a"}]}))
     assert "extra states of modules are not written: layer._extra_state" in caplog.text
+    assert "resize rules are for loads; the saved shapes are written" in caplog.text
     assert "model_states.pt: a converter omits buffers" in caplog.text
 
 

@@ -11,7 +11,6 @@ from deepspeed_ucp.model.flat import (
     Cut,
     FlatBuffer,
     count_degree,
-    cut_parameter,
     find_gaps,
     join_parameters,
     join_reserved,
@@ -19,14 +18,6 @@ from deepspeed_ucp.model.flat import (
 
 MODEL = ("a", "b", "c"), ((3,), (2, 2), (5,))
 """Names and shapes, with 12 elements in all."""
-
-
-def test_each_partition_of_zero_3_has_a_part_of_every_parameter() -> None:
-    """Other tests compare ZeRO 1 and 2 with DeepSpeed's layout."""
-    buffer = join_reserved(0, *MODEL, parts=3)
-    assert buffer.cuts(0) == [Cut("a", 0, 1, 0), Cut("b", 0, 2, 1), Cut("c", 0, 2, 3)]
-    assert (buffer.cuts(2), buffer.gaps(2)) == ([Cut("a", 2, 1, 0), Cut("c", 4, 1, 3)], [(1, 3), (4, 5)])
-    assert [cut_parameter(5, part, 3) for part in range(4)] == [(0, 2), (2, 2), (4, 1), (5, 0)]
 
 
 def test_count_degree_returns_the_expert_parallel_degree() -> None:

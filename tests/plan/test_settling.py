@@ -16,7 +16,7 @@ from deepspeed_ucp.plan.settling import list_weights, settle_index
 from deepspeed_ucp.tensor_parallel.kinds import Replicate, ShardV
 from deepspeed_ucp.tensor_parallel.metadata import INFO
 from deepspeed_ucp.tensor_parallel.rules import from_attributes, from_config
-from deepspeed_ucp.tensor_parallel.settle import EQUAL, SHAPES
+from deepspeed_ucp.tensor_parallel.settle import EQUAL
 from tests.plan import planning
 
 WHOLE = {"b": ((4,), (4,), (4,), (4,))}
@@ -61,11 +61,6 @@ def test_the_users_rules_take_precedence(crc: int | None) -> None:
     assert settled.patterns["b"] == ShardV()
     settled = settle_index(make_index([crc, crc]), rules, WHOLE)
     assert settled.wrong["b"].startswith("logical shape (8,) in the checkpoint, (16,) in the model")
-
-
-def test_tensors_of_equal_shape_at_two_degrees_are_replicas() -> None:
-    settled = settle_index(make_index([None, None]), target=WHOLE).require()
-    assert settled.origin == {"b": SHAPES}
 
 
 @pytest.mark.parametrize("crcs", [[7, 7], [7, 8], [None, None]], ids=["equal", "other", "unknown"])
