@@ -159,8 +159,11 @@ class _Settler:
             self._note(name, source)
             return
         sides, rule = self._find(name), None if target is None else find_resize(self.rule_sets, name)
-        if rule is not None:
-            _check_rows(name, rule, sides, source)
+        if rule is not None and (any(each.is_in_parts(source) for each, _ in sides) if sides else is_fused(name)):
+            raise MismatchError(
+                f"the resize rule {rule.match!r}: {name} is fused, so that new rows at its end would belong to its "
+                "last part. If it is not fused, give a rule with the pattern shard-v"
+            )
         if target is not None and len(source) == len(target) == 1:
             pattern = self._fit_whole(name, source[0], target[0], sides, rule)
             sides = _twice(pattern, sides[0][1] if sides else SHAPES)
@@ -290,14 +293,6 @@ def _describe_open(unsettled: Mapping[str, Unsettled]) -> str:
         'model\'s family or rules as "patterns" in "checkpoint": {"universal": …} or as --patterns. Families: '
         f"{', '.join(list_families())}. Rules to check and paste: [{', '.join(rules)}]"
     )
-
-
-def _check_rows(name: str, rule: Resize, sides: _Sides | None, source: Sequence[Shape]) -> None:
-    if any(pattern.is_in_parts(source) for pattern, _ in sides or ()) or (sides is None and is_fused(name)):
-        raise MismatchError(
-            f"the resize rule {rule.match!r}: {name} is fused, so that new rows at its end would belong to its last "
-            "part. If it is not fused, give a rule with the pattern shard-v"
-        )
 
 
 def _describe_side(shapes: Sequence[Shape]) -> str:
