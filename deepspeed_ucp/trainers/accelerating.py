@@ -38,7 +38,10 @@ from .randomness import States, read_states, restore_ranks
 
 logger = logging.getLogger("deepspeed_ucp")
 
-OWN = "random_states_0.pkl"
+_RANDOM_FILES = "random_states_{}.pkl"
+"""Name of a rank's file with random states."""
+
+OWN = _RANDOM_FILES.format(0)
 """A file that Accelerate writes after the engine's state."""
 
 _TAG = "pytorch_model"
@@ -211,7 +214,7 @@ def _find_job(folder: str, *, is_foreign: bool) -> SavedJob:
         raise CheckpointError(
             f"{OWN} is missing: the save was interrupted before it wrote this. Use an older checkpoint.", path=folder
         )
-    return complete_job(job or look_at_job(check_tag(folder, _TAG)), folder, r"random_states_(\d+)\.pkl")
+    return complete_job(job or look_at_job(check_tag(folder, _TAG)), folder, _RANDOM_FILES)
 
 
 def _find_folder(accelerator: Any, input_dir: Any) -> str:
@@ -372,7 +375,7 @@ def step_scheduler(original: Callable[..., Any], scheduler: Any, *args: Any, **k
 
 def read_random(folder: str, rank: int) -> States:
     """Read the random states that Accelerate saved for a rank."""
-    return read_states(os.path.join(folder, f"random_states_{rank}.pkl"), _RANDOM, rank)
+    return read_states(os.path.join(folder, _RANDOM_FILES.format(rank)), _RANDOM, rank)
 
 
 def _restore_step(accelerator: Any, folder: str, job: SavedJob) -> None:

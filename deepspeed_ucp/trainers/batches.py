@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from dataclasses import dataclass, replace
+from itertools import count, takewhile
 from typing import Any, NoReturn
 
 from ..comm import connect
@@ -71,16 +71,16 @@ class BatchSizes:
         )
 
 
-def complete_job(job: SavedJob, folder: str, pattern: str) -> SavedJob:
+def complete_job(job: SavedJob, folder: str, name: str) -> SavedJob:
     """Add the number of ranks to a job whose format does not record it.
 
     Args:
-        pattern: pattern of the names of the files of random states, one per rank, with the rank as group.
+        name: name of a rank's file of random states, with ``{}`` for the rank.
     """
     if not job.format:
         return job
-    ranks = {int(match[1]) for name in os.listdir(folder) if (match := re.fullmatch(pattern, name))}
-    return replace(job, ranks=next(rank for rank in range(len(ranks) + 1) if rank not in ranks) or 1)
+    paths = (os.path.join(folder, name.format(rank)) for rank in count())
+    return replace(job, ranks=sum(1 for _ in takewhile(os.path.exists, paths)) or 1)
 
 
 def refuse_weights(job: SavedJob, folder: str, advice: str) -> None:

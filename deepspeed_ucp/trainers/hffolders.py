@@ -35,8 +35,8 @@ logger = logging.getLogger("deepspeed_ucp")
 _NAME = re.compile(r"checkpoint-(\d+)")
 _SCHEDULER = "scheduler.pt"
 
-RANDOM_FILES = r"rng_state_(\d+)\.pth"
-"""Pattern of the files with random states, if several ranks saved."""
+RANDOM_FILES = "rng_state_{}.pth"
+"""Name of a rank's file with random states, if several ranks saved."""
 
 _RANDOM = {"python": "python", "numpy": "numpy", "torch": "cpu", "accelerator": "{}"}
 """Keys of ``rng_state_N.pth``."""
@@ -210,5 +210,5 @@ def read_arguments(folder: str) -> Mapping[str, Any]:
 
 def read_random(folder: str, ranks: int, rank: int) -> States:
     """Read the random states of one of ``ranks`` ranks."""
-    name = "rng_state.pth" if ranks == 1 else f"rng_state_{rank}.pth"
+    name = "rng_state.pth" if ranks == 1 else RANDOM_FILES.format(rank)
     return read_states(os.path.join(folder, name), _RANDOM, rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,19 +76,20 @@ def train(
     micro: int,
     accumulation: int = 1,
     scheduler: str = "scaled",
-    split: bool = False,
     seed: int = 5,
     save: dict[int, str] | None = None,
     resume: str | None = None,
+    **options: bool,
 ) -> Trained:
     """Train in a usual loop of Accelerate, which continues at the restored step.
 
     Args:
         save: by micro batch (of all epochs, from 1 on) a folder.
+        options: of Accelerate's data loaders.
     """
     record, losses = Trained(), list[float]()
     with choose_gloo(), listen(record.warnings):
-        accelerator, count, net, prepared = _prepare(ds_config, micro, accumulation, scheduler, split, seed)
+        accelerator, count, net, prepared = _prepare(ds_config, micro, accumulation, scheduler, seed, **options)
         model, optimizer, loader, schedule = prepared
         if resume is not None:
             accelerator.load_state(resume)
@@ -121,7 +123,7 @@ def train(
 
 
 def _prepare(
-    ds_config: dict[str, Any], micro: int, accumulation: int, scheduler: str, split: bool = False, seed: int = 5
+    ds_config: dict[str, Any], micro: int, accumulation: int, scheduler: str, seed: int = 5, **options: bool
 ) -> tuple[Any, Count, Net, tuple[Any, ...]]:
     from accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin
     from accelerate.utils import set_seed
@@ -130,11 +132,11 @@ def _prepare(
     accelerator = Accelerator(
         gradient_accumulation_steps=accumulation,
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=ds_config),
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, split_batches=split),
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, **options),
     )
     net, count = Net(), Count()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    batch = micro * accelerator.num_processes if split else micro
+    batch = micro * accelerator.num_processes if options.get("split_batches") else micro
     loader = torch.utils.data.DataLoader(make_samples(SIZE), batch_size=batch, shuffle=True)
     made = make_scheduler(scheduler, optimizer, accelerator.num_processes)
     prepared = accelerator.prepare(net, optimizer, loader, made)
@@ -306,8 +308,8 @@ def test_split_batches_may_change(split: bool, scheduler: str, tmp_path: Path, u
     """The world is the same, so its numbers do not show the change."""
     world, saved = ucp_worlds.get(2), str(tmp_path / "four")
     options: dict[str, Any] = {"micro": 4, "scheduler": scheduler}
-    whole = world.run(train, make_config(2), split=split, save={4: saved}, **options)
-    agree(whole, world.run(train, make_config(2), split=not split, resume=saved, **options), 5)
+    whole = world.run(train, make_config(2), split_batches=split, save={4: saved}, **options)
+    agree(whole, world.run(train, make_config(2), split_batches=not split, resume=saved, **options), 5)
 
 
 @pytest.mark.parametrize(("scheduler", "ranks"), all_turns(["plain", "cosine", "one-cycle"], [(2, 1), (1, 2)], 1, str))
@@ -337,19 +339,20 @@ def test_a_partial_step_is_repeated_from_its_start(saved: Saved, ucp_worlds: Wor
 
 
 @pytest.mark.parametrize(
-    ("ranks", "options", "advice"),
+    ("ranks", "options", "words"),
     [
-        (2, {"micro": 2, "accumulation": 1}, "Use a data loader with batch_size=2 and gradient_accumulation_steps=2"),
-        (1, {"micro": 3}, "Use a data loader with batch_size=2 and gradient_accumulation_steps=4"),
+        (2, {"micro": 2}, "^Mismatch.*Use a data loader with batch_size=2 and gradient_accumulation_steps=2"),
+        (1, {"micro": 3}, "^Mismatch.*Use a data loader with batch_size=2 and gradient_accumulation_steps=4"),
+        (1, {"micro": 8, "use_stateful_dataloader": True}, "^Unsupported.*position of a stateful data loader"),
     ],
-    ids=["same-world", "other-micro-batch"],
+    ids=["same-world", "other-micro-batch", "stateful"],
 )
-def test_another_total_batch_is_refused(
-    ranks: int, options: dict[str, Any], advice: str, saved: Saved, ucp_worlds: WorldPool
+def test_another_total_batch_or_a_stateful_position_is_refused(
+    ranks: int, options: dict[str, Any], words: str, saved: Saved, ucp_worlds: WorldPool
 ) -> None:
     resume = {"resume": str(saved[0] / "five"), **options}
     for error in ucp_worlds.get(ranks).run(trainers_common.attempt, train, make_config(2), **resume):
-        assert error.startswith("MismatchError") and advice in error
+        assert re.search(words, error)
 
 
 def test_another_order_of_samples_is_a_warning(saved: Saved, ucp_worlds: WorldPool) -> None:

@@ -51,38 +51,23 @@ def test_another_sequence_parallel_degree_is_a_warning(saved: int, live: int, wa
     assert find_factor(trainer, (8, 1), training=True) == (0.5 if live == 2 else 1.0)
 
 
-def load_with_accelerate(folder: str, patch: pytest.MonkeyPatch) -> None:
-    engine = SimpleNamespace(_config=SimpleNamespace(ucp_config=UniversalConfig()))
-    loader = SimpleNamespace(use_stateful_dataloader=True)
-    patch.setattr(accelerating, "check_tag", lambda *_: folder)
-    patch.setattr(accelerating, "_list_schedulers", lambda *_: pytest.fail("the position was accepted"))
-    accelerating.load_state(lambda *_: None, SimpleNamespace(_models=[engine], _dataloaders=[loader]), folder)
-
-
-def load_with_lightning(folder: str, patch: pytest.MonkeyPatch) -> None:
+def test_lightning_refuses_the_position_of_a_stateful_loader_in_another_world(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counts the batches of one rank, which are other samples if the number of ranks differs."""
     engine = SimpleNamespace(_config=SimpleNamespace(ucp_config=UniversalConfig(total_batch="live")))
     engine.gradient_accumulation_steps = lambda: 1
     trainer = SimpleNamespace(trainer=SimpleNamespace(state=SimpleNamespace(fn="fit")))
     strategy = SimpleNamespace(model=engine, deepspeed_engine=engine, lightning_module=trainer)
     loop = {"state_dict": {"combined_loader": [{"position": 3}]}, "epoch_loop.batch_progress": None}
-    state = {"loops": {"fit_loop": loop}}
-    patch.setattr(lightning, "convert_counts", lambda *_: pytest.fail("the position was accepted"))
-    patch.setattr(lightning, "find_checkpoint", lambda folder: folder)
-    patch.setattr(lightning.BatchSizes, "of", lambda _: BatchSizes(1, 1, 1))
-    lightning.load_checkpoint(lambda *_: state, strategy, folder)
-
-
-@pytest.mark.parametrize(("module", "load"), [(accelerating, load_with_accelerate), (lightning, load_with_lightning)])
-def test_the_position_of_a_stateful_loader_is_refused_in_another_world(
-    module: Any, load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It counts the batches of one rank, which are other samples if the number of ranks differs."""
-    (tmp_path / accelerating.OWN).touch()
+    monkeypatch.setattr(lightning, "convert_counts", lambda *_: pytest.fail("the position was accepted"))
+    monkeypatch.setattr(lightning, "find_checkpoint", lambda folder: folder)
+    monkeypatch.setattr(lightning, "holds_foreign", lambda _: False)
+    monkeypatch.setattr(lightning.BatchSizes, "of", lambda _: BatchSizes(1, 1, 1))
     for ranks, error in ((2, UnsupportedError), (1, pytest.fail.Exception)):
-        monkeypatch.setattr(module, "look_at_job", lambda _, ranks=ranks: SavedJob(ranks, 1, 6, 8, 1))
-        monkeypatch.setattr(module, "holds_foreign", lambda _: False)
+        monkeypatch.setattr(lightning, "look_at_job", lambda _, ranks=ranks: SavedJob(ranks, 1, 6, 8, 1))
         with pytest.raises(error, match="position"):
-            load(str(tmp_path), monkeypatch)
+            lightning.load_checkpoint(lambda *_: {"loops": {"fit_loop": loop}}, strategy, str(tmp_path))
 
 
 def test_a_load_of_accelerate_needs_a_folder_with_a_checkpoint(tmp_path: Path) -> None:
