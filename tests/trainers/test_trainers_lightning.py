@@ -70,23 +70,17 @@ def test_data_without_saved_position_begins_anew() -> None:
     assert _is_positioned(loader, restored=False)
 
 
-@pytest.mark.parametrize(
-    ("loops", "saved"),
-    [
-        ({"fit_loop": {"state_dict": {"combined_loader": [{}]}}}, True),
-        ({"fit_loop": {"state_dict": {"combined_loader": []}}}, False),
-        *((loops, False) for loops in ({"fit_loop": {}}, {}, None)),
-    ],
-    ids=str,
-)
-def test_a_checkpoint_in_a_file_may_have_the_positions_of_loaders(loops: object, saved: bool, tmp_path: Path) -> None:
+def test_a_checkpoint_in_a_file_may_have_the_positions_of_loaders(tmp_path: Path) -> None:
     """Such as full weights (``load_full_weights``), which Lightning loads itself."""
     engine = SimpleNamespace(_config=SimpleNamespace(ucp_config=UniversalConfig()))
     fitting = SimpleNamespace(trainer=SimpleNamespace(state=SimpleNamespace(fn="fit")))
     strategy = SimpleNamespace(model=engine, lightning_module=fitting)
-    state = {"loops": loops}
-    assert load_checkpoint(lambda *_: state, strategy, tmp_path / "file.ckpt") is state
-    assert find_state(engine).loaders_restored is saved
+    lists: list[Any] = [[{}], []]
+    full, empty = ({"fit_loop": {"state_dict": {"combined_loader": each}}} for each in lists)
+    for loops in (full, empty, full, {"fit_loop": {}}, full, {}, full, None):
+        state = {"loops": loops}
+        assert load_checkpoint(lambda *_, state=state: state, strategy, tmp_path / "file.ckpt") is state
+        assert find_state(engine).loaders_restored is (loops is full)
 
 
 @pytest.mark.releases
