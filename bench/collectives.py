@@ -108,7 +108,7 @@ def record_message(rank: int, size: int, work: Callable[[Comm], Any]) -> bytes:
 
 
 def make_empty_messages(size: int) -> list[bytes]:
-    """Return the messages of ranks without a result in `Comm.each`."""
+    """Return the messages of ranks without a result in `Comm.gather_results`."""
     return [pickle.dumps((pickle.dumps(None), None))] * size
 
 

@@ -114,7 +114,7 @@ def _make_tables(claims: Claims, rank: int, ranks: int) -> list[Any]:
 
 def gather_groups(target: Any, comm: Any) -> Any:
     """Gather the param groups of all ranks, as a load does (`inspect_engine`)."""
-    return join_groups(comm.each(lambda: list_stage_groups(target)))
+    return join_groups(comm.gather_results(lambda: list_stage_groups(target)))
 
 
 def _record_reports(job: Job) -> dict[str, list[bytes]]:

@@ -115,7 +115,7 @@ class Comm:
             self._raise_first(self.gather(_describe(error)), error)
         return value  # type: ignore[return-value]
 
-    def alike(self, work: Callable[[], T]) -> T:
+    def run_replicated(self, work: Callable[[], T]) -> T:
         """Run ``work`` without a collective: every rank has the same result or error."""
         try:
             return work()
@@ -123,7 +123,7 @@ class Comm:
             self.common(error)
             raise
 
-    def each(self, work: Callable[[], T]) -> list[T]:
+    def gather_results(self, work: Callable[[], T]) -> list[T]:
         """Run ``work``, without collectives, on every rank; return all results by rank.
 
         Results and errors are sent in one collective. With several ranks all results are copies.
@@ -140,7 +140,7 @@ class Comm:
             apply: replacement for ``map`` over a rank's items.
             first: rank of the first item; the next rank gets the second.
         """
-        parts = self.each(lambda: list(apply(work, items[(self.rank - first) % self.size :: self.size])))
+        parts = self.gather_results(lambda: list(apply(work, items[(self.rank - first) % self.size :: self.size])))
         return [parts[(at + first) % self.size][at // self.size] for at in range(len(items))]
 
     def once(self, work: Callable[[], T], rank: int = 0) -> T:

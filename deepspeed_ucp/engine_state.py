@@ -163,7 +163,7 @@ def hand_out(engine: Any, client_state: dict[str, Any], *, wanted: bool = True, 
         return [name for name in carried if name not in saved]
 
     # Every rank takes part: ranks without data, such as middle pipeline stages, may carry no state.
-    lacking = comm.each(load) if together else [load()]
+    lacking = comm.gather_results(load) if together else [load()]
     if comm.rank:
         return
     if unused := [name.replace("_", " ") for name in saved if name not in carried]:

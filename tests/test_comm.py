@@ -20,11 +20,12 @@ from deepspeed_ucp.errors import ConfigError, MismatchError, RemoteError, Storag
 from tests.support.mpi import needs_mpi, run_mpi, run_torch
 from tests.support.ranks import World, run_ranks
 
-METHODS = ("run", "each", "once")
+METHODS = ("run", "gather_results", "once")
 
 
 @pytest.mark.parametrize(
-    ("method", "calls", "results"), [("run", 3, [0, 10, 20]), ("each", 3, [[0, 10, 20]] * 3), ("once", 1, [0] * 3)]
+    ("method", "calls", "results"),
+    [("run", 3, [0, 10, 20]), ("gather_results", 3, [[0, 10, 20]] * 3), ("once", 1, [0] * 3)],
 )
 def test_ranks_get_results_in_one_collective(method: str, calls: int, results: list[Any]) -> None:
     world, work = World(3), mock.Mock(side_effect=lambda rank: 10 * rank)
@@ -36,7 +37,7 @@ def test_ranks_get_results_in_one_collective(method: str, calls: int, results: l
 def test_a_single_rank_gets_the_result_object_without_copies(method: str) -> None:
     comm, result = connect(), object()
     found = getattr(comm, method)(lambda: result)
-    assert (found[0] if method == "each" else found) is result
+    assert (found[0] if method == "gather_results" else found) is result
     assert (comm.rank, comm.size, comm.gather("x"), comm.broadcast("x")) == (0, 1, ["x"], "x")
 
 
@@ -62,7 +63,7 @@ def test_the_first_error_is_raised_on_all_ranks(method: str, size: int, failing:
     assert found == [(MismatchError, text, True, rank > 0) for rank in range(size)]
 
 
-@pytest.mark.parametrize("method", ["each", "once"])
+@pytest.mark.parametrize("method", ["gather_results", "once"])
 def test_a_result_that_cannot_be_pickled_is_an_error_on_all_ranks(method: str) -> None:
     results = World(2).run(lambda rank, comm: getattr(comm, method)(lambda: (lambda: None) if rank == 0 else 1))
     assert {type(result) for result in results} == {RemoteError}

@@ -185,7 +185,7 @@ def find_folders(path: str, also: Sequence[str], comm: Comm) -> list[str]:
             return "", str(error)
 
     places = (path, *also)
-    looks = comm.each(lambda: [look(place) for place in places])
+    looks = comm.gather_results(lambda: [look(place) for place in places])
     tags = [next((tag for tag, _ in looks if tag), "") for looks in zip(*looks, strict=True)]
     if not any(tags):
         comm.run(lambda: raise_first([CheckpointError(looks[0][0][1])]))
@@ -194,7 +194,7 @@ def find_folders(path: str, also: Sequence[str], comm: Comm) -> list[str]:
     if tag == "." and also:  # a copy under another name: further places name the tag
         name = os.path.basename(normalize(first))
         below = [os.path.join(place, name) for place in places]
-        is_known = any(comm.each(lambda: any(leads_to_folder(path) for path in below)))
+        is_known = any(comm.gather_results(lambda: any(leads_to_folder(path) for path in below)))
         tag = name if is_known else next((other for other in tags if other not in ("", ".")), name)
     return [place if seen == "." else os.path.join(place, tag) for place, seen in pairs]
 

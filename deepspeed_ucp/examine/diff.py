@@ -170,7 +170,7 @@ def diff_checkpoints(
         return pairs
 
     pairs = comm.run(pair)
-    shares = comm.each(lambda: _compare_share(left, right, pairs.both, options, comm))
+    shares = comm.gather_results(lambda: _compare_share(left, right, pairs.both, options, comm))
     values, notes = comm.run(lambda: _compare_rest(left, right, pairs, options))
     return Difference(
         compared=len(pairs.both),

@@ -120,7 +120,7 @@ def _write(export: Export, folder: str, tree: dict[str, Any], planner: Planner) 
         return results
 
     mine, metadata = comm.run(plan)
-    written = comm.each(write_share)
+    written = comm.gather_results(write_share)
     planner.compare(comm)
     comm.once(lambda: writer.finish(metadata, written))
 

@@ -96,7 +96,9 @@ def average_rows(
     Raises:
         UcpError: a file cannot be read or is damaged; the same on every rank.
     """
-    comm.alike(lambda: refuse_scattered(index, "all ranks together compute the mean from which new rows start"))
+    comm.run_replicated(
+        lambda: refuse_scattered(index, "all ranks together compute the mean from which new rows start")
+    )
     checks, threads = list[Checked](), config.threads or count_readers(index.state_file)
     blocks = [
         (key, low, min(low + step, kept))

@@ -152,7 +152,7 @@ class FileTable:
             return comm.share(names, work, apply, first=first)
         ranks = access.take_turns(range(len(names)), comm.size).tolist()
         mine = [at for at, rank in enumerate(ranks) if rank == comm.rank]
-        parts = comm.each(lambda: dict(zip(mine, apply(work, [names[at] for at in mine]), strict=True)))
+        parts = comm.gather_results(lambda: dict(zip(mine, apply(work, [names[at] for at in mine]), strict=True)))
         return [parts[rank][at] for at, rank in enumerate(ranks)]
 
     def once(self, name: str, work: Callable[[], T], comm: Comm) -> T:
@@ -174,7 +174,7 @@ def find_files(folders: Sequence[str], comm: Comm, list_place: Callable[[str], E
         sizes, view = _digest(listings, lambda entry: entry.size), _digest(listings, _pick)
         return below, sizes, view, any(listings), [str(error or "") for error in errors]
 
-    reports = comm.each(look)
+    reports = comm.gather_results(look)
     found, listings, errors = zip(*place_files, strict=True)
     if not any(some for *_, some, _ in reports):
         comm.run(lambda: raise_first(errors))
@@ -299,7 +299,7 @@ def _is_one_save(table: FileTable, views: Sequence[bytes], comm: Comm) -> bool:
         sums = choose_map(table.folder)(lambda file: _sum_content(*file), files[turn::turns])
         return hashlib.sha256(repr(list(sums)).encode()).digest()
 
-    parts = comm.each(lambda: (turn, sum_part()) if turn < turns else None)
+    parts = comm.gather_results(lambda: (turn, sum_part()) if turn < turns else None)
     return len({digest for digest in parts if digest is not None}) == turns
 
 
@@ -351,7 +351,7 @@ def _unite(table: FileTable, digests: Sequence[bytes], comm: Comm) -> FileTable:
     doubts = [doubt for file_copies in copies.values() for doubt in _list_doubts(file_copies)]
     part = [at for at, doubt in enumerate(doubts) if doubt.view == mine][among.index(comm.rank) :: len(among)]
     sums: dict[Copy, int | None] = {}
-    for known in comm.each(lambda: {at: _sum(doubts[at].path) for at in part}):
+    for known in comm.gather_results(lambda: {at: _sum(doubts[at].path) for at in part}):
         sums.update((doubts[at], crc) for at, crc in known.items())
     same = {name: _list_same(file_copies, sums) for name, file_copies in copies.items()}
     comm.run(lambda: _refuse_different(copies, same))

@@ -52,7 +52,7 @@ def choose_loader(context: LoadContext, folder: str, also: Sequence[str] = ()) -
     Raises:
         UnsupportedError: the engine is not covered, and DeepSpeed's load is not known to be right.
     """
-    atomic = context.loads_universal and any(context.comm.each(lambda: has_atoms(folder)))
+    atomic = context.loads_universal and any(context.comm.gather_results(lambda: has_atoms(folder)))
     try:
         target, naming = inspect_engine(context)
     except UnknownLayoutError as error:
@@ -90,7 +90,7 @@ def inspect_engine(context: LoadContext) -> tuple[Target, Naming]:
         groups = list_stage_groups(target) if target.parallel.pp > 1 or target.is_uneven else None
         return bool(target.flats), target.list_keys(), groups
 
-    answers = context.comm.each(look)
+    answers = context.comm.gather_results(look)
     target = opened[0]
     if any(groups for *_, groups in answers):
         groups, hyper, order = join_groups(groups for *_, groups in answers)
@@ -251,7 +251,7 @@ def find_own_differences(context: LoadContext, folder: str, target: Target | Non
             differing.append(_BELOW)
         return [*list_unproven(context, target), *differing]
 
-    return list(dict.fromkeys(text for part in context.comm.each(compare) for text in part))
+    return list(dict.fromkeys(text for part in context.comm.gather_results(compare) for text in part))
 
 
 def _leave_own_files(context: LoadContext, folder: str, why: str, target: Target | None = None) -> Choice:
@@ -259,7 +259,7 @@ def _leave_own_files(context: LoadContext, folder: str, why: str, target: Target
     engine, comm = context.engine, context.comm
     if not context.config.trust_pickle:
         # Every rank checks a part of a shared folder; the ranks that see a node's files share them.
-        viewers = comm.each(lambda: _identify_folder(folder) if engine.use_node_local_storage() else ())
+        viewers = comm.gather_results(lambda: _identify_folder(folder) if engine.use_node_local_storage() else ())
         folder_id = viewers[comm.rank]
         part, parts = viewers[: comm.rank].count(folder_id), viewers.count(folder_id)
         comm.run(lambda: check_trusted(list_own_globals(folder, part, parts)))
@@ -291,7 +291,7 @@ def _compare(
         differences = _list_differences(index, target) or _list_elsewhere(index, folder)
         return differences or list_unproven(context, target, index), changes
 
-    answers = comm.each(look)
+    answers = comm.gather_results(look)
     reasons = [text for texts, _ in answers for text in texts] or list(doubts)
     index = survey.require()
     context.report.saved, context.report.extensions = index.job, name_active((*survey.extensions, *target.extensions))

@@ -107,6 +107,6 @@ class LoadContext:
 
     def warn_all(self, path: str | None, find: Callable[[], Iterable[str]]) -> None:
         """Log each of all ranks' warnings once (collective): pipeline stages differ."""
-        parts = self.comm.each(lambda: [*find()])
+        parts = self.comm.gather_results(lambda: [*find()])
         for note in dict.fromkeys(note for part in parts for note in part):
             self.warn("%s: %s", path, note)

@@ -203,7 +203,7 @@ def _match_extra_states(
         used = [key for key, module in live.items() if not skips or module.get_extra_state() is not None]
         return used, [*plain]
 
-    reports = zip(*context.comm.each(list_keys), strict=True)  # stages of a pipeline have different modules
+    reports = zip(*context.comm.gather_results(list_keys), strict=True)  # stages of a pipeline have different modules
     used, stored = ({key for keys in side for key in keys} for side in reports)
     if skips:
         if kept := used | stored:

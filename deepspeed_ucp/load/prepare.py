@@ -42,7 +42,7 @@ def prepare(context: LoadContext, saved: AtomicIndex, target: Target, *, with_st
     comm, is_custom = context.comm, context.custom_load_fn is not None
     comm.run(lambda: refuse_unreadable(saved))
     if with_states:
-        comm.alike(lambda: refuse_stateless(saved))
+        comm.run_replicated(lambda: refuse_stateless(saved))
     elif is_custom:
         return FillPlan(saved)
     view = view_engine(target, None if is_custom else comm.run(target.extras), comm)
@@ -74,7 +74,7 @@ def view_engine(target: Target, extras: Sequence[EngineBuffer] | None, comm: Com
             unsharded=target.unsharded,
         )
 
-    reports = [answer for answer in comm.each(report) if answer is not None]
+    reports = [answer for answer in comm.gather_results(report) if answer is not None]
     views = [view for _, view in reports]
     unsharded = {name for view in views for name in view.unsharded}
 

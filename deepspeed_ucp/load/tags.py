@@ -54,16 +54,16 @@ def find_tag(
     """
     wanted, places = None if tag is None else str(tag), (load_dir, *also)
     requested = comm.gather(wanted)
-    comm.alike(partial(_compare_requested, load_dir, requested))
+    comm.run_replicated(partial(_compare_requested, load_dir, requested))
     ask = partial(_look, requested=wanted, rank=comm.rank, universal=universal, fallback=fallback)
     errors: list[str] = []
     newest: str | None = None
     chosen: str | None = None
     for place in places:  # stops at the first place that has it: a store out of reach takes long to fail
-        tags, faults, others = zip(*comm.each(partial(ask, place)), strict=True)
+        tags, faults, others = zip(*comm.gather_results(partial(ask, place)), strict=True)
         errors += filter(None, faults)
         newest = newest or next(filter(None, others), None)
-        chosen = chosen or comm.alike(partial(_choose, load_dir, tags))
+        chosen = chosen or comm.run_replicated(partial(_choose, load_dir, tags))
         if chosen is None and errors:
             break
         if chosen is not None and (chosen, "") in zip(tags, faults, strict=True):
@@ -135,7 +135,7 @@ def _describe_named(named: Sequence[str | None]) -> str:
 def _is_somewhere(places: Sequence[str], tag: str, comm: Comm) -> bool:
     """Return True if some rank that did not know a tag has it (collective)."""
     paths = [os.path.join(place, tag) for place in places]
-    here = comm.each(lambda: any(is_folder(path) for path in paths if not is_url(path)))
+    here = comm.gather_results(lambda: any(is_folder(path) for path in paths if not is_url(path)))
     return any(here) or comm.once(lambda: any(is_folder(path) for path in paths if is_url(path)))
 
 
@@ -181,7 +181,7 @@ def find_folders(places: Sequence[str], tag: str, comm: Comm) -> list[str]:
 
 def ask_ranks(place: str, look: Callable[[], T], comm: Comm) -> list[T]:
     """Run ``look`` on every rank, for a URL on rank 0 alone (collective)."""
-    return [comm.once(look)] if is_url(place) else comm.each(look)
+    return [comm.once(look)] if is_url(place) else comm.gather_results(look)
 
 
 _ADVICE = (

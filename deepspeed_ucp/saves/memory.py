@@ -333,7 +333,7 @@ def list_owners(memory: str, comm: Comm) -> list[int]:
         return identify_host(), status.st_dev, status.st_ino
 
     ranks = dict[tuple[str, int, int], int]()
-    return [ranks.setdefault(memory, rank) for rank, memory in enumerate(comm.each(look))]
+    return [ranks.setdefault(memory, rank) for rank, memory in enumerate(comm.gather_results(look))]
 
 
 def owns_memory(memory: str, comm: Comm) -> bool:

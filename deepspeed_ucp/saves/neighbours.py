@@ -58,7 +58,7 @@ class Neighbours:
         Call it before the save ``number``. All nodes copy the same save until each has it or cannot have it: if each
         node chose for itself, there might never be a save with copies of all nodes.
         """
-        nodes = list(filter(None, comm.each(self._look)))
+        nodes = list(filter(None, comm.gather_results(self._look)))
         states, is_late = {state for _, state in nodes}, number - self.current > 1
         if states == {_COPIED}:
             self.safe = self.current
@@ -109,7 +109,7 @@ def find_neighbours(options: SaveOptions, job: Job, owners: Sequence[int], comm:
             logger.warning('"save": {"copies": 1}: there is only one node, and no other node to keep a copy')
         return None
     secret = comm.broadcast(secrets.token_hex(32))
-    described = comm.each(lambda: _describe_node(options) if comm.rank in owners else None)
+    described = comm.gather_results(lambda: _describe_node(options) if comm.rank in owners else None)
     nodes = [_Node(*node) for node in filter(None, described)]
     if comm.rank == 0:
         pairs = [f"{node.host} → {after.host}" for node, after in zip(nodes, [*nodes[1:], nodes[0]], strict=True)]
@@ -117,7 +117,7 @@ def find_neighbours(options: SaveOptions, job: Job, owners: Sequence[int], comm:
     node = owners.index(comm.rank) if comm.rank in owners else -1
     address = find_address(nodes, node) if node >= 0 else ""
     listener = comm.run(lambda: _listen(address) if node >= 0 else None)
-    addresses = comm.each(lambda: (address, listener.getsockname()[1]) if listener else None)
+    addresses = comm.gather_results(lambda: (address, listener.getsockname()[1]) if listener else None)
     if listener is None:
         return Neighbours(job)
     target = (node + 1) % len(nodes)

@@ -355,9 +355,9 @@ def save_into_memory(
         saver.claim(save_dir, tag, engine.global_steps)
         return _find_obstacle(engine, saver, tag) or saver.begin(waits=waits)
 
-    if why := next(filter(None, comm.each(begin)), ""):
+    if why := next(filter(None, comm.gather_results(begin)), ""):
         saver.mapped.tidy(everything=True)  # mapped memory is not free
-        why = next(filter(None, connect().each(partial(begin, waits=not is_snapshot))), "")
+        why = next(filter(None, connect().gather_results(partial(begin, waits=not is_snapshot))), "")
     if not why:
         saved, why = _write_quickly(engine, saver, write, comm)
     if why:
@@ -398,7 +398,7 @@ def _write_quickly(engine: Any, saver: Saver, write: Callable[..., Any], comm: C
             if hasattr(module, name):
                 stack.enter_context(replace_method(module, name, partial(saver.copy, getattr(module, name))))
         saved = write(saver.folder)
-    failed = next(filter(None, comm.each(lambda: saver.failed)), "")
+    failed = next(filter(None, comm.gather_results(lambda: saver.failed)), "")
     if failed:
         comm.run(lambda: delete_own(saver.folder) if saver.is_owner else None)
     return saved, f"memory is full by now: {failed}. {ADVICE}" if failed else ""
@@ -469,7 +469,7 @@ def _open_saver(engine: Any, config: UniversalConfig) -> Saver:
     """Return the engine's saver; replace one whose folder was deleted (collective)."""
     state, comm = find_state(engine), connect()
     lost: Saver | None = state.saver
-    if lost is not None and any(connect(waits=False).each(lost.is_lost)):  # as in a save
+    if lost is not None and any(connect(waits=False).gather_results(lost.is_lost)):  # as in a save
         if comm.rank == 0:
             logger.warning(
                 "%s: was deleted with all saves in it while the job runs; new saves continue", lost.job.folder

@@ -114,7 +114,7 @@ def _find(root: str, load_dir: str, tag: Any, comm: Comm, also: Sequence[str], *
         ]
 
     nodes, marked = defaultdict[tuple[str, int], set[int]](set), dict[tuple[str, int], _Marked]()
-    listed = comm.each(list_local)
+    listed = comm.gather_results(list_local)
     # A copy may lack marks of its node's own record, which is entered after it.
     by_node = sorted((entry for saves in listed for entry in saves), key=lambda it: (-it[0].node, not it[0].is_copy()))
     for entry in by_node:

@@ -38,7 +38,7 @@ def estimate_saves(engine: Any, config: UniversalConfig) -> None:
         return identify_host(), _count_saved(engine), count_free(root) + removable
 
     nodes = dict[str, tuple[int, int]]()
-    for host, needed, free in comm.each(look):
+    for host, needed, free in comm.gather_results(look):
         known = nodes.get(host, (0, free))
         nodes[host] = known[0] + needed, min(known[1], free)
     find_state(engine).save_size = int(MARGIN * nodes[identify_host()][0])

@@ -98,7 +98,7 @@ def restore_ranks(engine: Any, folder: str, job: SavedJob, read: Callable[[int],
         generators = {name: generator for name, generator in list_generators().items() if name in wanted}
         return restore_generators(record, parallel, generators)
 
-    derived = comm.each(restore)
+    derived = comm.gather_results(restore)
     if comm.rank == 0:
         if job.ranks == 1 < parallel.dp:
             log_copies(parallel.dp)

@@ -273,7 +273,7 @@ class Loaded:
 
 def groups_of(target: Any, comm: Comm) -> Any:
     """Return the live param groups of all ranks; collective."""
-    return join_groups(comm.each(lambda: list_stage_groups(target)))
+    return join_groups(comm.gather_results(lambda: list_stage_groups(target)))
 
 
 def open_for(folder: Path | str, target: FakeTarget, comm: Comm | None = None) -> AtomicIndex:

@@ -308,7 +308,7 @@ def _find_foreign_variants(where: FileTable, save: Save, comm: Comm) -> list[Fin
     """Return faults of nodes' own model states that are of another save (collective)."""
     if not where.access.is_partial:
         return []
-    read = comm.each(lambda: [_read_variant(folder, name) for folder, name in list_variants(where)])
+    read = comm.gather_results(lambda: [_read_variant(folder, name) for folder, name in list_variants(where)])
     variants = [header for headers in read for header in headers if header.model]
     models = [[*headers] for headers in save.models]
     for header in variants:

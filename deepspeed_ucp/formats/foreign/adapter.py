@@ -37,7 +37,7 @@ def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]
         aliases = {live[alias]: live[name] for alias, name in ties.items()}
         return Contents(ADAPTER, file, weights, aliases=aliases, dropped=_DROPPED)
 
-    return comm.alike(rename), []
+    return comm.run_replicated(rename), []
 
 
 def name_live(name: str, others: Collection[str]) -> str:

@@ -85,7 +85,7 @@ def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]
         with explain_form(where.path(head)):
             return _Interpreter(where, head, metadata, entries).make()
 
-    return comm.alike(interpret)
+    return comm.run_replicated(interpret)
 
 
 class _Interpreter:
@@ -311,7 +311,7 @@ class BlockEntry(NamedTuple):
 def _read_blocks(where: FileTable, comm: Comm) -> tuple[str, Metadata, dict[Key, BlockEntry]]:
     """Return the first metadata file's name, the joined metadata, and the entry of each of their keys (collective)."""
     heads = sorted(name for name in where.entries if holds(DCP, name, heads=True))
-    comm.alike(lambda: _check_heads(where, heads))
+    comm.run_replicated(lambda: _check_heads(where, heads))
     metadata = Metadata()
     for head in heads:
         _join(metadata, read_once(partial(_read_metadata, folder=posixpath.dirname(head)), where, head, comm))

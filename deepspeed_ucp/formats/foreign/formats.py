@@ -74,7 +74,7 @@ def survey_foreign(where: FileTable, comm: Comm, kind: str) -> tuple[AtomicIndex
         with explain_form(where.path(contents.head)):
             return make_index(contents, where)
 
-    index = comm.alike(build)
+    index = comm.run_replicated(build)
     if kind != names.DCP:
         has_config = kind != names.ADAPTER and names.CONFIG in where.entries  # of transformers
         config = read_once(read_json, where, names.CONFIG, comm) if has_config else {}

@@ -87,11 +87,11 @@ def read_contents(kind: str, where: FileTable, comm: Comm) -> tuple[Contents, li
         ending = ".safetensors" if kind == SAFETENSORS else ".bin"
         weight_map = read_once(lambda path: _read_index(path, ending), where, indexes[0], comm)
         files = sorted(set(weight_map.values()))
-    comm.alike(lambda: _check(where, files, indexes))
+    comm.run_replicated(lambda: _check(where, files, indexes))
     head = next(iter([*indexes, *files]))
     read = where.share(files, lambda name: read_tensors(where, name), comm)
     headers = {file: tensors for file, (tensors, _) in zip(files, read, strict=True)}
-    weights, ties = split_ties(comm.alike(lambda: _unite(where, head, headers, weight_map)))
+    weights, ties = split_ties(comm.run_replicated(lambda: _unite(where, head, headers, weight_map)))
     ignored = (
         list_ignored(others, _BESIDE, where.path(file), file) for file, (_, others) in zip(files, read, strict=True)
     )
