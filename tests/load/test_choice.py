@@ -24,9 +24,9 @@ from deepspeed_ucp.load import choice
 from deepspeed_ucp.load.choice import choose_loader, find_damage, find_own_differences, list_other_orders
 from tests.plan.matching import make_index
 from tests.support.damage import flip
-from tests.support.direct import STATES, UpstreamEngine, make_job
+from tests.support.direct import STATES, UpstreamEngine, change_file, make_job
 from tests.support.ranks import World, run_ranks
-from tests.support.reshard import FakeTarget, open_for
+from tests.support.reshard import FakeTarget, open_for, take_a_step
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 MODEL = Model((Param("a", (7, 13)), Param("frozen", (4, 3), frozen=True)))
@@ -40,7 +40,7 @@ def test_files_that_deepspeeds_load_misreads_choose_the_direct_load(tmp_path: Pa
         for file, tree in files.items():
             torch.save({**tree, "ds_config": {**tree["ds_config"], **config}}, file)
         assert len(open_for(path, target).unnoticed) == bool(config)
-    shutil.copy(path / "mp_rank_00_model_states.pt", path / "mp_rank_01_model_states.pt")
+    shutil.copy(path / STATES, path / "mp_rank_01_model_states.pt")
     assert "of an earlier save" in open_for(path, target).unnoticed[0]
 
 
@@ -51,37 +51,37 @@ OPEN = (
 """For groups of torch before 2.7."""
 
 
+MIXED = "optimizer states in another dtype than the masters (exp_avg in bfloat16, masters in float32)"
+"""Torch's ``load_state_dict``, which DeepSpeed calls, casts them to the masters' dtype."""
+
+
 @pytest.mark.parametrize(
-    ("optimizer", "expected"),
+    ("optimizer", "dtype", "expected"),
     [
-        (
-            partial(torch.optim.AdamW, amsgrad=True),
-            ["optimizer states exp_avg, exp_avg_sq → exp_avg, exp_avg_sq, max_exp_avg_sq"],
-        ),
-        (torch.optim.SGD, ["optimizer states exp_avg, exp_avg_sq → none"]),
-        (torch.optim.RMSprop, ["optimizer states exp_avg, exp_avg_sq → square_avg"]),
-        (torch.optim.AdamW, []),
-        (torch.optim.Adam, [OPEN]),  # the direct load reports it
-        (torch.optim.RAdam, ["the saved param groups are like those of Adam, this run's optimizer is RAdam"]),
+        (partial(torch.optim.AdamW, amsgrad=True), torch.float32,
+         ["optimizer states exp_avg, exp_avg_sq → exp_avg, exp_avg_sq, max_exp_avg_sq"]),
+        (torch.optim.SGD, torch.float32, ["optimizer states exp_avg, exp_avg_sq → none"]),
+        (torch.optim.RMSprop, torch.float32, ["optimizer states exp_avg, exp_avg_sq → square_avg"]),
+        (torch.optim.AdamW, torch.float32, []),
+        (torch.optim.AdamW, torch.bfloat16, [MIXED]),
+        (torch.optim.Adam, torch.float32, [OPEN]),  # the direct load reports it
+        (torch.optim.RAdam, torch.float32,
+         ["the saved param groups are like those of Adam, this run's optimizer is RAdam"]),
     ],
-)
-def test_other_optimizer_states_or_rules_are_differences(optimizer: Any, expected: list[str], tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1))
-    target = FakeTarget(MODEL, Topology(1), 0, optimizer)
-    assert list(target.find_other_kinds(open_for(path, target))) == expected
-
-
-def test_states_in_another_dtype_than_the_masters(tmp_path: Path) -> None:
-    """Torch's ``load_state_dict``, which DeepSpeed calls, casts them to the masters' dtype."""
+)  # fmt: skip
+def test_other_optimizer_states_or_rules_are_differences(
+    optimizer: Any, dtype: torch.dtype, expected: list[str], tmp_path: Path
+) -> None:
     path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1))
     (file,) = path.glob("*optim_states.pt")
-    tree = torch.load(file, weights_only=False)
-    for state in tree["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
-        state["exp_avg"] = state["exp_avg"].bfloat16()
-    torch.save(tree, file)
-    target = FakeTarget(MODEL, Topology(1), 0)
-    doubts = list(target.find_other_kinds(open_for(path, target)))
-    assert doubts == ["optimizer states in another dtype than the masters (exp_avg in bfloat16, masters in float32)"]
+
+    def convert(tree: dict[str, Any]) -> None:
+        for state in tree["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+            state["exp_avg"] = state["exp_avg"].to(dtype)
+
+    change_file(file, convert)
+    target = FakeTarget(MODEL, Topology(1), 0, optimizer)
+    assert list(target.find_other_kinds(open_for(path, target))) == expected
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Adafactor"), reason="torch 2.5")
@@ -89,13 +89,9 @@ def test_adafactors_one_row_state_does_not_count_as_another_optimizer(tmp_path: 
     """The row state of a matrix with one row has one element, like a step."""
     model, topology = Model((Param("token", (1, 3)), Param("a", (4, 3)))), Topology(0)
     path = write_checkpoint(tmp_path, model, random_state(model, 0), topology)
-    params = [torch.nn.Parameter(torch.ones(param.shape)) for param in model.params]
-    optimizer = torch.optim.Adafactor(params)
-    for param in params:
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    (file,) = path.glob("*model_states.pt")
-    torch.save({**torch.load(file, weights_only=False), "optimizer": optimizer.state_dict()}, file)
+    optimizer = torch.optim.Adafactor([torch.nn.Parameter(torch.ones(param.shape)) for param in model.params])
+    take_a_step(optimizer)
+    change_file(path / STATES, lambda tree: tree.update(optimizer=optimizer.state_dict()))
     target = FakeTarget(model, topology, 0, torch.optim.Adafactor)
     assert list(target.find_other_kinds(open_for(path, target))) == []
 
@@ -105,13 +101,15 @@ def test_frozen_parameters_of_another_shape_or_saved_trainable_are_differences(t
     topology = Topology(3)
     path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), topology)
     index = open_for(path, FakeTarget(MODEL, topology, 0))
-    found = {}
-    for name, param in {"saved": (4, 3), "shape": (3, 4)}.items():
-        target = FakeTarget(Model((MODEL.params[0], Param("frozen", param, frozen=True))), topology, 0)
-        found[name] = list(_list_other_frozen(target, index))
-    thawed = FakeTarget(Model((Param("a", (7, 13), frozen=True), Param("frozen", (4, 3)))), topology, 0)
-    assert found == {"saved": [], "shape": ["frozen, which was saved in another shape"]}
-    assert list(_list_other_frozen(thawed, index)) == ["a, which was not saved as a parameter without optimizer"]
+    for params, expected in (
+        (MODEL.params, []),
+        ((MODEL.params[0], Param("frozen", (3, 4), frozen=True)), ["frozen, which was saved in another shape"]),
+        (
+            (Param("a", (7, 13), frozen=True), Param("frozen", (4, 3))),
+            ["a, which was not saved as a parameter without optimizer"],
+        ),
+    ):
+        assert list(_list_other_frozen(FakeTarget(Model(params), topology, 0), index)) == expected
 
 
 def test_another_order_of_elements_in_equal_shards_is_a_difference() -> None:
@@ -134,16 +132,14 @@ def test_another_order_of_elements_in_equal_shards_is_a_difference() -> None:
     assert alike == [[]] * len(alike)
 
 
-def test_element_orders_are_compared_only_without_other_differences(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    compared: list[object] = []
-    monkeypatch.setattr(choice, "list_other_orders", lambda *_: compared.append(1) or ["another order"])
+def test_element_orders_are_compared_only_without_other_differences(monkeypatch: pytest.MonkeyPatch) -> None:
+    compare = mock.Mock(return_value=["another order"])
+    monkeypatch.setattr(choice, "list_other_orders", compare)
     monkeypatch.setattr(choice, "list_unknown", lambda *_: [])
     target: Any = SimpleNamespace(find_other_kinds=lambda _index: [])
-    for options, count in (({}, 1), ({"param_groups": "live"}, 1)):
+    for options in ({}, {"param_groups": "live"}):
         assert choice.list_unproven(make_job(UpstreamEngine(), Comm(), **options), target, make_index({"w": (4, 3)}))
-        assert len(compared) == count
+        assert compare.call_count == 1
 
 
 def test_a_class_unknown_to_one_rank_is_refused_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,17 +87,7 @@ def test_a_damaged_record_is_refused_and_leaves_the_engine_unchanged(
         check_untouched(rank)
 
 
-def test_custom_load_fn_is_not_called_with_a_damaged_module(tmp_path: Path) -> None:
-    path, _ = write(tmp_path, Topology(1, 3, "bf16"))
-    rank, given = FakeTarget(PLAIN, Topology(2), 0), dict[str, Any]()
-    index, engine = open_for(path, rank), FakeEngine(rank)
-    flip_bit(index, "a", "copy")
-    with pytest.raises(CheckpointError, match="Nothing was changed"):
-        run_load(index, rank, engine=engine, custom_load_fn=lambda src, dst: given.update(src))
-    assert not given and not find_state(engine).broken
-    check_untouched(rank)
-
-
+Change = Callable[[Path], object]
 SHARD = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
 
@@ -106,14 +96,10 @@ def replace_shard(path: Path) -> None:
     shutil.move(other / SHARD, path / SHARD)
 
 
-def change_module(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
+def change_module(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
     return lambda path: change_file(
         path / STATES, lambda tree: tree["module"].update({name: change(tree["module"][name])})
     )
-
-
-PERMUTE = change_module("frozen", lambda tensor: tensor.t().contiguous().t())
-EDIT = change_module("a", lambda tensor: tensor * 3)
 
 
 RNG = Run(client_state={"rng": torch.arange(100)})
@@ -124,26 +110,36 @@ def damage_client_tensor(path: Path) -> None:
     flip(path / STATES, (path / STATES).read_bytes().index(torch.arange(100).numpy().tobytes()) + 17)
 
 
-REFUSALS: dict[str, tuple[Run, Callable[[Path], None], type[Exception], str, dict[str, Any]]] = {
+def damage_module(path: Path) -> None:
+    flip_bit(open_checkpoint(str(path), Comm()), "a", "copy")
+
+
+PERMUTE = change_module("frozen", lambda tensor: tensor.t().contiguous().t())
+REFUSALS: dict[str, tuple[Run, Change, type[Exception], str, dict[str, Any]]] = {
     "shard of another run": (Run(), replace_shard, CheckpointError, f"{SHARD}: its fp32 weights differ", {}),
-    "client class": (CUSTOM, lambda _: None, UnsupportedError, "Restored", {"trust_pickle": True}),
+    "client class": (CUSTOM, str, UnsupportedError, "Restored", {"trust_pickle": True}),
     "client tensor": (RNG, damage_client_tensor, CheckpointError, "Nothing was changed", {"verify": "off"}),
-    "scheduler": (SCHEDULED, lambda _: None, RemoteError, "of another kind", {}),
+    "scheduler": (SCHEDULED, str, RemoteError, "of another kind", {}),
     "permuted": (Run(), PERMUTE, UnsupportedError, r"frozen \(module\): its memory is not contiguous", {}),
-    "edited weight": (Run(), EDIT, CheckpointError, '"verify": "off"', {"verify": "off"}),
-}
+    "edited weight": (Run(), change_module("a", lambda tensor: tensor * 3), CheckpointError, '"verify": "off"',
+                      {"verify": "off"}),
+    "damaged module": (Run(), damage_module, CheckpointError, "Nothing was changed", {}),
+}  # fmt: skip
 """Saved run, change of its files, the refusal, and options with which the load succeeds."""
 
 
 @pytest.mark.parametrize(("run", "change", "kind", "text", "accepted"), REFUSALS.values(), ids=REFUSALS)
 def test_a_refused_load_leaves_the_engine_unchanged(
-    run: Run, change: Callable[[Path], None], kind: type[Exception], text: str, accepted: dict[str, Any], tmp_path: Path
+    run: Run, change: Change, kind: type[Exception], text: str, accepted: dict[str, Any], tmp_path: Path
 ) -> None:
+    """Nor does it call ``custom_load_fn`` with a damaged module."""
     path, state, rank = start(tmp_path, Topology(1, 3, "bf16"), run)
     change(path)
-    index = open_for(path, rank)
+    index, engine, given = open_for(path, rank), FakeEngine(rank), dict[str, Any]()
+    load_fn = (lambda src, dst: given.update(src)) if change is damage_module else None
     with pytest.raises(kind, match=text):
-        run_load(index, rank)
+        run_load(index, rank, engine=engine, custom_load_fn=load_fn)
+    assert not given and not (find_state(engine).broken and change is damage_module)
     check_untouched(rank)
     if accepted:
         run_load(index, rank, config=UniversalConfig(**accepted))

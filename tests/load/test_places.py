@@ -6,7 +6,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from deepspeed_ucp.examine.verify import verify_checkpoint
 from deepspeed_ucp.export.safetensors import export_safetensors
 from deepspeed_ucp.formats import locations, open_checkpoint
 from deepspeed_ucp.formats.deepspeed.files import list_entries
+from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.formats.locations import find_files
 from deepspeed_ucp.formats.open import look_at_job, seal_folder
 from deepspeed_ucp.io.read import MemorySink
@@ -36,23 +37,87 @@ from tests.convert.conversions import read_bytes
 from tests.support.cases import Case, cases, topologies
 from tests.support.contents import check_content, check_reads
 from tests.support.conversion import convert_checkpoint
+from tests.support.damage import write_checksums
 from tests.support.direct import change_file, check_loaded, run_load
-from tests.support.places import (
-    MODEL,
-    STATES,
-    hold_one_shard,
-    indices,
-    load_scattered,
-    open_place,
-    scatter,
-    shard,
-    write,
-    write_unchecked,
-)
 from tests.support.ranks import World, run_ranks
 from tests.support.reads import item, read_of
-from tests.support.reshard import Loaded, Options, examples, load_rank, make_targets, temporary_folder
-from tests.synth import Run, State, Topology, random_state, read_state
+from tests.support.reshard import (
+    FakeTarget,
+    Loaded,
+    Options,
+    examples,
+    groups_of,
+    load_rank,
+    make_targets,
+    temporary_folder,
+)
+from tests.synth import Model, Param, Run, State, Topology, random_state, read_state
+
+MODEL = Model((Param("a.weight", (7, 13)), Param("b.bias", (5,), group=1), Param("c", (3, 5), frozen=True)))
+STATES = "mp_rank_00_model_states.pt"
+
+
+def shard(rank: int) -> str:
+    return f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+
+
+def write(folder: Path, source: Topology, seed: int = 0) -> Path:
+    return Case(MODEL, source, random_state(MODEL, seed, precision=source.precision), legacy=False).write(folder)
+
+
+def scatter(
+    save: Path, count: int, holders: Callable[[str], Iterable[int]], *, times: bool = True, name: str = "host"
+) -> list[Path]:
+    """Copy a save's files to the hosts that hold them; `times`: with their modification times."""
+    hosts = [save.parent / f"{name}{number}" for number in range(count)]
+    for host in hosts:
+        host.mkdir()
+    for file in sorted(save.iterdir()):
+        for host in holders(file.name):
+            shutil.copy2(file, hosts[host])
+            if not times:
+                os.utime(hosts[host] / file.name, (host + 1, host + 1))
+    return hosts
+
+
+def hold_one_shard(name: str) -> list[int]:
+    """Give the model states to both of two hosts, and a shard to each."""
+    return [0, 1] if name == STATES else [int(name.split("_")[3])]
+
+
+def open_place(folder: Path, target: FakeTarget, comm: Comm, *also: Path) -> AtomicIndex:
+    """Open a checkpoint as a rank of a load does (collective)."""
+    places = [str(place) for place in also]
+    return open_checkpoint(str(folder), comm, Naming(groups_of(target, comm)[0]), also=places)
+
+
+def load_scattered(
+    folders: Sequence[Path],
+    target: Topology,
+    *also: Path,
+    model: Model = MODEL,
+    after_opening: Callable[[], object] = list,
+    **options: Any,
+) -> list[Loaded]:
+    targets = make_targets(model, target)
+
+    def load(rank: int, comm: Comm) -> Loaded:
+        index = open_place(folders[rank % len(folders)], targets[rank], comm, *also)
+        after_opening()
+        return load_rank(index, targets[rank], comm, Options(**options))
+
+    return run_ranks(len(targets), load)
+
+
+def indices(folders: Sequence[Path], *also: Path) -> list[AtomicIndex]:
+    places = [str(place) for place in also]
+    return run_ranks(len(folders), lambda rank, comm: open_checkpoint(str(folders[rank]), comm, also=places))
+
+
+def write_unchecked(folder: Path, form: str) -> Path:
+    with write_checksums(False):
+        return Case(MODEL, Topology(1, 3), random_state(MODEL, 0), legacy=form == "legacy").write(folder)
+
 
 # -- several places ---------------------------------------------------------------------------------------------------
 
@@ -73,7 +138,7 @@ def two_places(tmp_path: Path, source: Topology, second: str = "nvme") -> tuple[
 def test_each_file_is_read_from_the_nearest_place_that_has_it(tmp_path: Path) -> None:
     save, nvme, saved = two_places(tmp_path, Topology(1, 3))
     (nvme / shard(1)).unlink()
-    loaded = load_scattered([save], MODEL, Topology(3, 2), nvme)
+    loaded = load_scattered([save], Topology(3, 2), nvme)
     check_content(loaded, saved)
     paths = {path for rank in loaded if rank.transfer for path in rank.transfer.files}
     assert {Path(path).name for path in paths if "nvme" not in path} == {shard(1)}
@@ -83,33 +148,26 @@ def test_each_file_is_read_from_the_nearest_place_that_has_it(tmp_path: Path) ->
 def test_a_further_place_may_have_all_files(tmp_path: Path) -> None:
     save, nvme, saved = two_places(tmp_path, Topology(1, 3))
     shutil.rmtree(save)
-    check_content(load_scattered([save], MODEL, Topology(2, 2), nvme), saved)
+    check_content(load_scattered([save], Topology(2, 2), nvme), saved)
     assert look_at_job(str(save), also=[str(nvme)]).ranks == 3
 
 
 @pytest.mark.parametrize("damage", ["other", "longer", "unreadable", "gone", "truncated"])
 def test_an_invalid_nearer_file_is_skipped(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save, nvme, saved = two_places(tmp_path, Topology(1, 3))
-    spoil = nvme / shard(1)
+    spoil, later = nvme / shard(1), list[Callable[[], object]]()
     if damage == "other":
         shutil.copy2(write(tmp_path / "theirs", Topology(1, 3), seed=1) / shard(1), spoil)
     elif damage == "longer":
         spoil.write_bytes(b"PK" + bytes(9) + spoil.read_bytes())
     elif damage == "unreadable":
         os.truncate(spoil, 1000)
-    targets = make_targets(MODEL, Topology(3, 2))
-
-    def load(rank: int, comm: Comm) -> Loaded:
-        index = open_place(save, targets[rank], comm, nvme)
-        if damage == "gone":
-            spoil.unlink(missing_ok=True)
-        elif damage == "truncated":
-            os.truncate(spoil, 64)
-        return load_rank(index, targets[rank], comm, Options())
-
-    loaded = run_ranks(2, load)
-    check_content(loaded, saved)
-    warnings = [record.getMessage() for record in caplog.records if "nvme" in record.getMessage()]
+    elif damage == "gone":
+        later.append(lambda: spoil.unlink(missing_ok=True))
+    else:
+        later.append(lambda: os.truncate(spoil, 64))
+    check_content(load_scattered([save], Topology(3, 2), nvme, after_opening=lambda: [do() for do in later]), saved)
+    warnings = [text for text in caplog.messages if "nvme" in text]
     assert any(shard(1) in text for text in warnings)
     assert len(warnings) <= 2, "one warning per place and rank"
 
@@ -129,7 +187,7 @@ def test_an_earlier_save_without_checksums_in_a_nearer_place_is_skipped(form: st
     assert held[shard(1)] == (str(save / shard(1)),)
     assert held[shard(2)] == (str(nvme / shard(2)),), "the first place that has it"
     shutil.copy2(tmp_path / "again" / save.name / shard(2), save)
-    check_content(load_scattered([save], MODEL, Topology(3, 2), nvme), saved)
+    check_content(load_scattered([save], Topology(3, 2), nvme), saved)
 
 
 def test_a_header_without_checksums_is_not_combined_with_records_of_another_place(tmp_path: Path) -> None:
@@ -168,39 +226,39 @@ def test_a_failed_read_continues_in_the_next_place(
     live: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     save, nvme, saved = two_places(tmp_path, Topology(1, 2))
-    read, run_pass, counts = StoredFile.read, Transfer._run_pass, {"reads": 0}
-    reading = {"live": False}
+    read, run_pass, reads, passes = StoredFile.read, Transfer._run_pass, list[int](), [False]
 
     def fail(file: StoredFile, views: list[memoryview], offset: int) -> None:
-        if "nvme" in file.path and "optim" in file.path and reading["live"] == live:
-            counts["reads"] += 1
-            if counts["reads"] > 2:
+        if "nvme" in file.path and "optim" in file.path and passes[-1] == live:
+            reads.append(offset)
+            if len(reads) > 2:
                 raise CheckpointError(f"{file.path}: cannot be read at byte {offset} (Input/output error).")
         read(file, views, offset)
 
     def note(self: Transfer, plan: LoadPlan, *, is_first_pass: bool) -> Any:
-        reading["live"] = not is_first_pass
+        passes.append(not is_first_pass)
         return run_pass(self, plan, is_first_pass=is_first_pass)
 
     monkeypatch.setattr(Transfer, "_run_pass", note)
     monkeypatch.setattr(StoredFile, "read", fail)
     monkeypatch.setattr(StoredFile, "fetch", lambda *_: None)
-    loaded = load_scattered([save], MODEL, Topology(1, 3), nvme, in_place=not live)
+    loaded = load_scattered([save], Topology(1, 3), nvme, in_place=not live)
     for rank in loaded:
         rank.counted = False  # some bytes are read a second time
     check_content(loaded, saved)
-    assert counts["reads"] > 2
+    assert len(reads) > 2
     assert "taken from another place" in caplog.text
 
 
 def test_the_last_error_is_raised_if_all_places_fail(tmp_path: Path) -> None:
     save, nvme, _ = two_places(tmp_path, Topology(1, 2))
-    targets = make_targets(MODEL, Topology(1, 1))
-    index = open_checkpoint(str(save), Comm(), also=[str(nvme)])
-    for place in (save, nvme):
-        os.truncate(place / shard(1), 100)
+
+    def truncate() -> None:
+        for place in (save, nvme):
+            os.truncate(place / shard(1), 100)
+
     with pytest.raises(CheckpointError, match=rf"shared.*{shard(1)}"):
-        load_rank(index, targets[0], Comm(), Options())
+        load_scattered([save], Topology(1, 1), nvme, after_opening=truncate)
 
 
 def test_nodes_read_local_files_and_a_complete_place_has_the_rest(tmp_path: Path) -> None:
@@ -208,7 +266,7 @@ def test_nodes_read_local_files_and_a_complete_place_has_the_rest(tmp_path: Path
     save = write(tmp_path / "all", Topology(1, 4))
     holders = {STATES: [0, 1], shard(0): [0], shard(1): [0]}
     hosts = scatter(save, 3, lambda name: holders.get(name, []), name="nvme")
-    loaded = load_scattered(hosts, MODEL, Topology(3, 3), save)
+    loaded = load_scattered(hosts, Topology(3, 3), save)
     check_content(loaded, read_state(save, MODEL, Topology(1, 4)))
 
 
@@ -232,20 +290,15 @@ def test_a_damaged_copy_is_refused_and_verify_identifies_it(name: str, tmp_path:
     """After the copy is deleted, as the message advises, the next place is read."""
     save, nvme, saved = two_places(tmp_path, Topology(1, 3))
     flip(nvme / name)
-    targets = make_targets(MODEL, Topology(3, 2))
-
-    def load(rank: int, comm: Comm) -> Loaded:
-        return load_rank(open_place(save, targets[rank], comm, nvme), targets[rank], comm, Options())
-
     with pytest.raises(CheckpointError) as refused:
-        run_ranks(2, load)
+        load_scattered([save], Topology(3, 2), nvme)
     text = str(refused.value)
     assert f"one of the copies {nvme / name}, {save / name} is damaged. Nothing was changed" in text
     assert "`ds_ucp verify --also PLACE` names it" in text
     found = verify_checkpoint(str(save), also=[str(nvme)])
     assert any(f"{save / name} is right: remove this copy" in fault.text for fault in found.faults) and not found.whole
     (nvme / name).unlink()
-    check_content(run_ranks(2, load), saved)
+    check_content(load_scattered([save], Topology(3, 2), nvme), saved)
 
 
 def test_convert_and_export_of_node_local_files_need_a_complete_place(tmp_path: Path) -> None:
@@ -400,7 +453,7 @@ def test_files_distributed_over_machines_are_read_once(
         holders = st.sets(st.integers(0, min(hosts, ranks) - 1), min_size=1)
         machines = scatter(save, min(hosts, ranks), lambda _name: data.draw(holders), times=times)
         save.rename(folder / "away")
-        loaded = load_scattered(machines, case.model, target)
+        loaded = load_scattered(machines, target, model=case.model)
         check_content(loaded, saved)
         check_reads(loaded[0].fill_plan.index, loaded, 64)
 
@@ -478,7 +531,7 @@ def test_rank_0s_model_states_provide_the_client_state(tmp_path: Path) -> None:
     access = index[0].access
     states = [os.path.basename(file.path) for file in index[0].files].index(STATES)
     assert access.list_readers(states, 2).tolist() == [1]
-    loaded = load_scattered(hosts, MODEL, Topology(3, 3, "bf16"))
+    loaded = load_scattered(hosts, Topology(3, 3, "bf16"))
     check_content(loaded, read_state(save, MODEL, case.topology))
 
 
