@@ -402,22 +402,6 @@ def test_an_atomic_checkpoint_that_some_ranks_do_not_see_is_refused(tmp_path: Pa
         indices([tmp_path / "a", tmp_path / "b"])
 
 
-def test_commands_accept_further_places(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A node without the folder finds the tag in another place."""
-    from deepspeed_ucp.cli import main
-
-    save = write(tmp_path / "all" / "step1", Topology(1, 3))
-    save.parent.joinpath("latest").write_text(save.name)
-    near = tmp_path / "near" / save.name
-    shutil.copytree(save, near)
-    (near / shard(1)).unlink()
-    assert main(["inspect", str(near)]) == 2
-    assert main(["inspect", str(near.parent), "--also", str(save.parent)]) == 0
-    assert main(["inspect", str(tmp_path / "absent"), "--also", str(save.parent)]) == 0
-    assert main(["inspect", str(near), "--also", str(tmp_path / "absent"), "--also", str(save)]) == 0
-    capsys.readouterr()
-
-
 @pytest.mark.parametrize("link", [False, True], ids=["missing", "dangling"])
 def test_times_of_two_places_are_not_compared(link: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save, near = write(tmp_path, Topology(1, 3)), tmp_path / "near"
