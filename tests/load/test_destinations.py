@@ -42,11 +42,8 @@ def raw(tensor: torch.Tensor) -> memoryview:
     return memoryview(bytearray(tensor.contiguous().view(torch.uint8).numpy().tobytes()))
 
 
-def test_an_empty_tensor_has_no_memory() -> None:
-    assert TensorSink(Buffer(torch.zeros(0), fill_first=True), "float32").view(0, 0) is None
-
-
 def test_a_non_contiguous_tensor_is_filled_in_separate_memory() -> None:
+    assert TensorSink(Buffer(torch.zeros(0), fill_first=True), "float32").view(0, 0) is None
     whole = torch.zeros(3, 2)
     sink = TensorSink(Buffer(whole.t(), fill_first=False), "float32")
     view = sink.view(0, 24)
@@ -89,38 +86,33 @@ def test_elements_outside_the_spans_keep_their_values() -> None:
         assert tensor.reshape(-1).tolist() == [7, 8, *before.reshape(-1)[2:4].tolist(), 9, before.reshape(-1)[5]]
 
 
-@pytest.mark.parametrize("copies", [[[1.5, -0.0, float("nan")], [2.0]], []], ids=["masters", "zero states"])
-def test_masters_equal_to_their_copies_and_zero_states_are_filled_in_place(copies: list[list[float]]) -> None:
-    made_from = [torch.tensor(copy).bfloat16() for copy in copies]
-    before = torch.cat(made_from).float() if copies else torch.zeros(2)
-    buffer = Buffer(before.clone(), fill_first=False, copies=made_from)
-    assert buffer.detect_recomputable() and buffer.fill_first and buffer.memory is buffer.tensor
-    buffer.memory.fill_(7.0)
-    buffer.undo()
-    assert raw(buffer.tensor) == raw(before)
-
-
 @pytest.mark.parametrize(
-    ("values", "copies"),
+    ("values", "copies", "in_place"),
     [
-        ([1.5, 2.0], []),
-        ([0.0, -0.0], []),
-        ([1.5, 2.0], [[1.5]]),
-        ([1.5, 2.0], [[1.5, 2.0, 3.0]]),
-        ([1.5, 0.0], [[1.5, -0.0]]),
-        ([1.5, 1e-9 + 1.0], [[1.5], [1.0 + 2**-6]]),
+        ([1.5, -0.0, float("nan"), 2.0], [[1.5, -0.0, float("nan")], [2.0]], True),
+        ([0.0, 0.0], [], True),
+        ([1.5, 2.0], [], False),
+        ([0.0, -0.0], [], False),
+        ([1.5, 2.0], [[1.5]], False),
+        ([1.5, 2.0], [[1.5, 2.0, 3.0]], False),
+        ([1.5, 0.0], [[1.5, -0.0]], False),
+        ([1.5, 1e-9 + 1.0], [[1.5], [1.0 + 2**-6]], False),
     ],
-    ids=["unknown", "negative zero", "less", "more", "another sign", "trained"],
+    ids=["masters", "zero states", "unknown", "negative zero", "less", "more", "another sign", "trained"],
 )
-def test_masters_unlike_their_copies_are_not_filled_in_place(values: list[float], copies: list[list[float]]) -> None:
-    made_from = [torch.tensor(copy).bfloat16() for copy in copies]
-    assert not Buffer(torch.tensor(values), fill_first=False, copies=made_from).detect_recomputable()
-
-
-def test_a_tensor_that_shares_memory_with_its_copy_is_not_filled_in_place() -> None:
-    """ZeRO 3 has no separate masters if both would have one dtype."""
-    tensor = torch.tensor([1.5, 2.0])
-    assert not Buffer(tensor, fill_first=False, copies=[tensor.view(-1)]).detect_recomputable()
+def test_only_masters_equal_to_their_copies_and_zero_states_are_filled_in_place(
+    values: list[float], copies: list[list[float]], in_place: bool
+) -> None:
+    before = torch.tensor(values)
+    buffer = Buffer(before.clone(), fill_first=False, copies=[torch.tensor(copy).bfloat16() for copy in copies])
+    assert buffer.detect_recomputable() == in_place
+    if in_place:
+        assert buffer.fill_first and buffer.memory is buffer.tensor
+        buffer.memory.fill_(7.0)
+        buffer.undo()
+        assert raw(buffer.tensor) == raw(before)
+    # ZeRO 3 has no separate masters if both would have one dtype.
+    assert not Buffer(before, fill_first=False, copies=[before.view(-1)]).detect_recomputable()
 
 
 def test_zeros_and_means_are_written_to_a_non_contiguous_tensor() -> None:
@@ -137,18 +129,16 @@ def test_zeros_and_means_are_written_to_a_non_contiguous_tensor() -> None:
 
 def test_free_memory_counts_for_all_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three ranks on two machines; each needs 40 bytes and a window of 10."""
-    free = {"a": 134, "b": 67}
+    free = dict[str, int]()
     monkeypatch.setattr(transfer, "identify_host", lambda: "aab"[current_rank()])
     monkeypatch.setattr(transfer, "measure_available", lambda: free["aab"[current_rank()]])
 
     def decide(_rank: int, comm: Comm) -> bool:
         return transfer.has_memory([Buffer(torch.ones(10), fill_first=False)], 10, comm)
 
-    assert run_ranks(3, decide) == [True] * 3
-    free["a"] = 133
-    assert run_ranks(3, decide) == [False] * 3
-    free.update(a=134, b=66)
-    assert run_ranks(3, decide) == [False] * 3
+    for a, b, enough in ((134, 67, True), (133, 67, False), (134, 66, False)):
+        free.update(a=a, b=b)
+        assert run_ranks(3, decide) == [enough] * 3
 
 
 def test_separate_memory_of_tensors_on_a_device_counts(monkeypatch: pytest.MonkeyPatch) -> None:

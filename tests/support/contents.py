@@ -16,7 +16,6 @@ from deepspeed_ucp.plan.locate import locate
 from tests.support.reshard import (
     CHUNK,
     LIVE_LR,
-    FakeTarget,
     Loaded,
     find_param,
     load,
@@ -163,41 +162,3 @@ def check_reads(index: AtomicIndex, ranks: Sequence[Loaded], chunk: int = CHUNK)
 def touched_records(ranks: Sequence[Loaded]) -> set[int]:
     """Return the records of which any rank needs bytes."""
     return {item.record for rank in ranks for want in rank.fill_plan.wants.wants for item in locate(want)}
-
-
-def collect(ranks: Sequence[Loaded]) -> State:
-    """Join the state of the ranks of one model-parallel rank from their buffers."""
-    model, topology = ranks[0].target.model, ranks[0].target.kind
-    atoms = {param.name: {"fp32": torch.full(param.shape, float("nan"))} for param in model.owners}
-    scalars: dict[str, dict[str, Any]] = {}
-    for rank in ranks if topology.partitions or model.experts else ranks[:1]:
-        for flat in rank.target.flats:
-            _collect_flat(rank.target, flat, atoms, scalars)
-    for rank in ranks if topology.stage or model.experts else ranks[:1]:
-        for extra in rank.extras:
-            if not extra.is_buffer:
-                start = find_start(extra)
-                atoms[extra.name]["fp32"].view(-1)[start : start + extra.data.numel()] = extra.data.float()
-    names = ("lr", "betas", "eps", "weight_decay", "amsgrad")
-    live = ranks[0].target.wrapped.param_groups if ranks[0].target.wrapped else ()
-    groups = tuple({key: group[key] for key in names} for group in live)
-    return State(atoms, scalars, groups[: len(model.groups)])
-
-
-def _collect_flat(
-    target: FakeTarget,
-    flat: EngineBuffer,
-    atoms: dict[str, dict[str, torch.Tensor]],
-    scalars: dict[str, dict[str, Any]],
-) -> None:
-    kept = target.wrapped.state.get(flat.tensor, {})
-    tensors = {key: value for key, value in kept.items() if key != "step"}
-    for cut in flat.buffer.cuts(flat.part):
-        for key, value in {"fp32": flat.data, **tensors}.items():
-            part = value.detach().reshape(-1)[cut.offset : cut.offset + cut.numel]
-            whole = atoms[cut.name].setdefault(key, torch.zeros(atoms[cut.name]["fp32"].shape))
-            whole.view(-1)[cut.start : cut.start + cut.numel] = part
-    for name in flat.names:
-        scalars.setdefault(name, {}).update({"step": kept["step"]} if "step" in kept else {})
-        for key in tensors:
-            atoms[name].setdefault(key, torch.zeros(atoms[name]["fp32"].shape))

@@ -20,6 +20,7 @@ from deepspeed_ucp.engine.parallel import Instance, ParallelState
 from deepspeed_ucp.extensions.experts.names import is_expert
 from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.tensor_parallel.rules import from_config
+from tests.support.cases import topologies
 from tests.support.contents import check_content, check_reads
 from tests.support.direct import run_load, run_refused
 from tests.support.ranks import run_ranks
@@ -418,7 +419,7 @@ def trips(draw: st.DrawFn) -> Trip:
         chosen = [*draw(kinds), *draw(st.sampled_from(((), ("word",))))]
         loose = [kind for kind in chosen if kind not in ("column", "norm")]  # every group trains something
         model = make_plain(list(dict.fromkeys(["column", "norm", *chosen])), frozen=loose[:1])
-        source, target = (draw_plain_topology(draw, tp) for tp in degrees)
+        source, target = (replace(draw(topologies(max_dp=3)), tp=tp) for tp in degrees)
     stepped = {} if draw(st.integers(0, 6)) else {"states": (), "step": None}
     held = draw_state(model, source, draw(st.integers(0, 99)), **stepped)
     options = {"chunk": draw(st.sampled_from((16, 64, 1024))), "min_direct": draw(st.sampled_from((1, 16, 1 << 20)))}
@@ -451,10 +452,3 @@ def draw_topology(draw: st.DrawFn, tp: int, model: Model) -> Topology:
         )
     )
     return Topology(stage, draw(st.integers(1, 2)), precision, wrapper, tp=tp, pp=pp, placement=placement)
-
-
-def draw_plain_topology(draw: st.DrawFn, tp: int) -> Topology:
-    stage = draw(st.sampled_from((0, 1, 2, 3)))
-    precision = draw(st.sampled_from(("fp32", "bf16")))
-    sub_group = draw(st.sampled_from((None, 10))) if stage == 3 else None
-    return Topology(stage, draw(st.integers(1, 3)), precision, tp=tp, sub_group_size=sub_group)
