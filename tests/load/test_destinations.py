@@ -103,16 +103,21 @@ def test_elements_outside_the_spans_keep_their_values() -> None:
 def test_only_masters_equal_to_their_copies_and_zero_states_are_filled_in_place(
     values: list[float], copies: list[list[float]], in_place: bool
 ) -> None:
-    before = torch.tensor(values)
-    buffer = Buffer(before.clone(), fill_first=False, copies=[torch.tensor(copy).bfloat16() for copy in copies])
+    made_from = [torch.tensor(copy).bfloat16() for copy in copies]
+    before = torch.cat(made_from).float() if copies and in_place else torch.tensor(values)
+    buffer = Buffer(before.clone(), fill_first=False, copies=made_from)
     assert buffer.detect_recomputable() == in_place
     if in_place:
         assert buffer.fill_first and buffer.memory is buffer.tensor
         buffer.memory.fill_(7.0)
         buffer.undo()
         assert raw(buffer.tensor) == raw(before)
-    # ZeRO 3 has no separate masters if both would have one dtype.
-    assert not Buffer(before, fill_first=False, copies=[before.view(-1)]).detect_recomputable()
+
+
+def test_a_tensor_that_shares_memory_with_its_copy_is_not_filled_in_place() -> None:
+    """ZeRO 3 has no separate masters if both would have one dtype."""
+    tensor = torch.tensor([1.5, 2.0])
+    assert not Buffer(tensor, fill_first=False, copies=[tensor.view(-1)]).detect_recomputable()
 
 
 def test_zeros_and_means_are_written_to_a_non_contiguous_tensor() -> None:

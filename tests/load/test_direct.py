@@ -404,23 +404,17 @@ COLLECTIVE = {"fills its buffers": "refresh_copies", "makes its copies": "gather
 
 @pytest.mark.parametrize("culprit", [0, 2])
 @pytest.mark.parametrize(
-    ("error", "refusal"),
+    ("error", "kind", "text"),
     [
-        (MemoryError(), (RemoteError, "out of memory")),
-        (OSError(5, "Input/output error"), (StorageError, "a file: Input/output error (EIO)")),
+        (MemoryError(), RemoteError, "out of memory"),
+        (OSError(5, "Input/output error"), StorageError, "a file: Input/output error (EIO)"),
     ],
     ids=["memory", "storage"],
 )
 @pytest.mark.parametrize("where", FAILING)
 def test_a_failure_on_one_rank_is_raised_on_all_ranks(
-    where: str,
-    error: Exception,
-    refusal: tuple[type, str],
-    culprit: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    where: str, error: Exception, kind: type, text: str, culprit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind, text = refusal
     (owner, name), collective = FAILING[where], COLLECTIVE.get(where, "")
     path, _ = write(tmp_path, ZERO1)
     targets = make_targets(PLAIN, Topology(3, 3))

@@ -128,11 +128,11 @@ def near(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deepspeed_ucp.formats.locations.measure_distance", lambda path: int("nvme" not in path))
 
 
-def two_places(tmp_path: Path, source: Topology, second: str = "nvme") -> tuple[Path, Path, State]:
-    """Write a save to the first place and copy it to a second one, which is nearer by default."""
+def two_places(tmp_path: Path, source: Topology) -> tuple[Path, Path, State]:
+    """Write a save to the first place and copy it to a second one, which is nearer."""
     save = write(tmp_path / "shared", source)
-    shutil.copytree(save, tmp_path / second)
-    return save, tmp_path / second, read_state(save, MODEL, source)
+    nvme = shutil.copytree(save, tmp_path / "nvme")
+    return save, nvme, read_state(save, MODEL, source)
 
 
 def test_each_file_is_read_from_the_nearest_place_that_has_it(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.records import CopyItem
 from deepspeed_ucp.model.storage import ITEMSIZE
 from deepspeed_ucp.plan.locate import locate
-from tests.support import atomic
+from tests.load import test_reshard_atomic as atomic
 from tests.support.cases import AWKWARD, KINDS, pair_id
 from tests.support.covering import few, params
 from tests.support.expertmodels import FUSED, NATIVES
@@ -57,19 +57,11 @@ def load_flat(source: Topology, target: Topology, folder: Path) -> Found:
     return load_all(path, make_targets(AWKWARD, target), Options().config)
 
 
-def load_3d(model: Model) -> Callable[[Topology, Topology, Path], Found]:
+def load_3d(model: Model, *, converted: bool = False) -> Callable[[Topology, Topology, Path], Found]:
     def load(source: Topology, target: Topology, folder: Path) -> Found:
-        held = draw_state(model, source)
-        return load_all(held.write(folder), expect(held, target).make_targets(), make_config(model))
-
-    return load
-
-
-def load_converted(model: Model) -> Callable[[Topology, Topology, Path], Found]:
-    def load(source: Topology, target: Topology, folder: Path) -> Found:
-        held = draw_state(model, source)
-        _, out = atomic.convert_run(held, folder)
-        return load_all(out, expect(held, target).make_targets(), Options().config)
+        held, config = draw_state(model, source), Options().config if converted else make_config(model)
+        path = atomic.convert_run(held, folder)[1] if converted else held.write(folder)
+        return load_all(path, expect(held, target).make_targets(), config)
 
     return load
 
@@ -99,8 +91,8 @@ def list_pairs() -> Iterator[Pair]:
     yield Pair("experts", Topology(1, 4, tp=2, ep=(2,)), Topology(0, 4, ep=(4,)), load_3d(NATIVES))
     yield Pair("NVMe", Topology(1, 3), Topology(3, 2), load_swapped)
     source, target = Topology(1, 2, "bf16", tp=2, pp=2), Topology(0, 1, tp=3)
-    yield Pair("converted", source, target, load_converted(atomic.PIPELINE))
-    yield Pair("converted", Topology(2, 2, "bf16", tp=4), Topology(3, 3, "bf16"), load_converted(atomic.PLAIN))
+    yield Pair("converted", source, target, load_3d(atomic.PIPELINE, converted=True))
+    yield Pair("converted", Topology(2, 2, "bf16", tp=4), Topology(3, 3, "bf16"), load_3d(atomic.PLAIN, converted=True))
 
 
 PAIRS = {pair.name: pair for pair in list_pairs()}
@@ -165,15 +157,12 @@ def join_runs(runs: Iterable[Run]) -> list[Run]:
     joined: list[Run] = []
     for record, buffer, low, element, nbytes, stored in runs:
         last = joined[-1] if joined else None
-        if last and (record, buffer, low, element, stored) == (*last[:2], last[2] + last[4], find_end(last), last[5]):
+        end = (*last[:2], last[2] + last[4], last[3] + last[4] // ITEMSIZE[last[5]], last[5]) if last else None
+        if last and (record, buffer, low, element, stored) == end:
             joined[-1] = (*last[:4], last[4] + nbytes, stored)
         else:
             joined.append((record, buffer, low, element, nbytes, stored))
     return joined
-
-
-def find_end(run: Run) -> int:
-    return run[3] + run[4] // ITEMSIZE[run[5]]
 
 
 def list_values(target: FakeTarget) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,17 +11,16 @@ from hypothesis import given, note
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
-from deepspeed_ucp.convert import ConvertOptions
-from deepspeed_ucp.convert.driver import convert_index
+from deepspeed_ucp.convert import ConvertOptions, convert_index
 from deepspeed_ucp.errors import CheckpointError, MismatchError
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.storage import COPY
-from tests.support.atomic import PIPELINE, PLAIN, convert, convert_run
+from deepspeed_ucp.tensor_parallel.rules import from_config
 from tests.support.cases import AWKWARD, pair_id
 from tests.support.contents import check_load
 from tests.support.ranks import World
-from tests.support.reshard import PATIENT, examples, make_targets, temporary_folder
+from tests.support.reshard import PATIENT, FakeTarget, examples, make_targets, open_everywhere, temporary_folder
 from tests.support.reshard3d import (
     SavedRun,
     Trip,
@@ -37,6 +37,22 @@ from tests.support.reshard3d import (
     trips,
 )
 from tests.synth import Model, Param, Topology, build_files, random_state, write_files
+
+PIPELINE = make_pipeline([["column", "norm", "router", "row"], ["qkv", "experts"], ["gate_up", "bias"]])
+PLAIN = make_plain(["column", "norm", "router", "qkv_uneven", "few", "word", "row"], frozen=["router", "row"])
+
+
+def convert(source: Path, targets: Sequence[FakeTarget], config: UniversalConfig = PATIENT) -> tuple[AtomicIndex, Path]:
+    """Convert a checkpoint whose parameters live ranks name, if needed; return its index, and the output."""
+    index = open_everywhere(source, targets)
+    out = source.parent / "atomic"
+    convert_index(index, str(source), str(out), Comm(), ConvertOptions(workers=1), rules=from_config(config.patterns))
+    return index, out
+
+
+def convert_run(held: SavedRun, folder: Path) -> tuple[AtomicIndex, Path]:
+    """Write a run below a folder, and convert it."""
+    return convert(held.write(folder / "tag"), held.make_targets(), make_config(held.model))
 
 
 def resume(source: SavedRun, topology: Topology, folder: Path) -> AtomicIndex:

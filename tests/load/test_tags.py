@@ -194,14 +194,13 @@ def test_only_rank_0_reads_the_tag_from_a_store(folder: Path, monkeypatch: pytes
             raise UnsupportedError("no module named obstore")
         return False
 
+    def look_locally(place: str, *rest: Any, **how: Any) -> Any:
+        return (None, "", None) if "://" in place else look(place, *rest, **how)
+
     monkeypatch.setattr(tags, "is_folder", ask)
-    monkeypatch.setattr(
-        tags,
-        "_look",
-        lambda place, *rest, **how: (None, "", None) if "://" in place else look(place, *rest, **how),
-    )
-    more: dict[str, Any] = {"fallback": fallback, "also": ["s3://bucket/run"]}
-    found = World(2).run(lambda _rank, comm: find_tag(str(folder), None, comm, **more))
+    monkeypatch.setattr(tags, "_look", look_locally)
+    find = partial(find_tag, str(folder), None, fallback=fallback, also=["s3://bucket/run"])
+    found = World(2).run(lambda _rank, comm: find(comm))
     assert [type(each) for each in found] == ([str] * 2 if fallback else [CheckpointError] * 2)
 
 

@@ -118,12 +118,8 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def kind_of(name: str) -> Kind:
-    return KINDS[name.partition("#")[0].rpartition(".")[2]]
-
-
 def cut(name: str, tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
-    return kind_of(name).cut(tensor, tp, rank)
+    return KINDS[name.partition("#")[0].rpartition(".")[2]].cut(tensor, tp, rank)
 
 
 def cut_dense(name: str, tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
@@ -408,7 +404,8 @@ class Trip:
 def trips(draw: st.DrawFn) -> Trip:
     """Draw pipelines and plain models of random kinds, from any topology to any other."""
     degrees = draw(st.tuples(st.sampled_from((1, 2, 3, 4)), st.sampled_from((1, 2, 3, 4))))
-    usable = [kind for kind, each in KINDS.items() if kind not in ("word", "positions") and fits(each, degrees)]
+    fitting = [kind for kind, each in KINDS.items() if {*degrees} <= {*each.degrees}]
+    usable = [kind for kind in fitting if kind not in ("word", "positions")]
     kinds = st.lists(st.sampled_from(usable), min_size=1, max_size=4, unique=True)
     if draw(st.integers(0, 3)):
         model = draw_pipeline(draw, kinds)
@@ -424,10 +421,6 @@ def trips(draw: st.DrawFn) -> Trip:
     held = draw_state(model, source, draw(st.integers(0, 99)), **stepped)
     options = {"chunk": draw(st.sampled_from((16, 64, 1024))), "min_direct": draw(st.sampled_from((1, 16, 1 << 20)))}
     return Trip(held, target, options)
-
-
-def fits(kind: Kind, degrees: Sequence[int]) -> bool:
-    return all(degree in kind.degrees for degree in degrees)
 
 
 def draw_pipeline(draw: st.DrawFn, kinds: st.SearchStrategy[list[str]]) -> Model:
