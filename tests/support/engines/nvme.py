@@ -114,23 +114,23 @@ class Kind(kinds.Kind):
 class Model(nn.Module):
     """Three large matrices with small ones between and after them: some sub-groups stay in memory.
 
-    Muon trains matrices of several shapes, one of them unused; Adam an embedding, biases and a scale.
+    Muon trains matrices of several shapes; Adam biases, a scale, and in a small model an embedding.
     """
 
-    def __init__(self, width: int, narrow: int) -> None:
+    def __init__(self, width: int, narrow: int, *, small: bool) -> None:
         super().__init__()
-        self.embed = nn.Linear(narrow, width)
+        self.add_module("embed" if small else "first", nn.Linear(narrow, width))
         self.large = nn.Linear(width, width)
         self.frozen = nn.Linear(width, narrow).requires_grad_(False)
         self.middle = nn.Linear(narrow, width, bias=False)
         self.other = nn.Linear(width, width, bias=False)
-        self.unused = nn.Parameter(torch.randn(3, 2))
+        self.unused = nn.Parameter(torch.randn(3, 2)) if small else None
         self.third = nn.Linear(width, width // 2, bias=False)
         self.last = nn.Linear(width // 2, 3)
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in (self.embed, self.large, self.frozen, self.middle, self.other, self.third, self.last):
+        for layer in (next(self.children()), self.large, self.frozen, self.middle, self.other, self.third, self.last):
             x = torch.tanh(layer(x))
         return x * self.scale
 
@@ -142,7 +142,7 @@ def make(kind: Kind, seed: int, swap: str) -> Any:
     vars(swapped)["_LEAST"] = LEAST
     config = kind.configure(swap)
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=kind.early):
-        module = Model(*kind.widths)
+        module = Model(*kind.widths, small=kind.small)
     module.other.requires_grad_(not kind.frozen)
     first, second = [], []
     for name, param in module.named_parameters():
@@ -154,7 +154,7 @@ def make(kind: Kind, seed: int, swap: str) -> Any:
 
 
 def step(engine: Any) -> float:
-    return kinds.step_on_noise(engine, (Kind.batch, engine.module.embed.in_features), loss_of=measure)
+    return kinds.step_on_noise(engine, (Kind.batch, engine.module.frozen.out_features), loss_of=measure)
 
 
 def measure(output: Tensor, batch: Tensor) -> Tensor:
