@@ -19,7 +19,7 @@ from deepspeed_ucp.examine import settings
 from deepspeed_ucp.export.like import LikeModel
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed import seal
-from deepspeed_ucp.formats.deepspeed.gather import find_other_step
+from deepspeed_ucp.formats.deepspeed.gather import find_step_mismatch
 from deepspeed_ucp.formats.foreign.adapter import read_config
 from deepspeed_ucp.formats.universal.index import read_manifest
 from deepspeed_ucp.io import jsonfile, staging
@@ -110,7 +110,7 @@ def test_documents_without_an_object_are_refused(tmp_path: Path, reader: str, do
 def test_invalid_hints_are_ignored(tmp_path: Path, document: str) -> None:
     path = tmp_path / "it.json"
     path.write_bytes(DOCUMENTS[document])
-    assert find_other_step(str(path), 3) == []
+    assert find_step_mismatch(str(path), 3) == []
     with path.open("rb") as file:
         assert "not written its name" in staging._read_holder(file.fileno())
 

@@ -78,10 +78,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _refuse_seal(folder: str) -> None:
-    from ..formats.deepspeed.files import find_foreign, holds_atoms, list_entries
+    from ..formats.deepspeed.files import find_foreign_format, holds_atoms, list_entries
 
     entries = list_entries(folder)
-    if holds_atoms(entries) or find_foreign(entries):
+    if holds_atoms(entries) or find_foreign_format(entries):
         raise ConfigError(f"--seal: {folder} is no normal checkpoint, and only these have seals. Remove --seal.")
 
 

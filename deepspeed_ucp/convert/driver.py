@@ -23,7 +23,7 @@ from ..formats.universal.index import (
     dump_index,
     find_faults,
     find_unplain,
-    place_file,
+    name_atom_file,
     read_manifest,
 )
 from ..io.disk import check_space, create_file, explain_full, write_atomically
@@ -213,7 +213,7 @@ def _find_fault(folder: str, manifest: Manifest, work: _Conversion) -> str:
         return "it was made without verifying the source"
     expected = {file.path: file.atom.shape for file in work.files}
     patterns = {name: read_pattern(record["pattern"]) for name, record in manifest.patterns.items()}
-    if patterns != work.full.patterns or expected != {place_file(atom.key): atom.shape for atom in manifest.atoms}:
+    if patterns != work.full.patterns or expected != {name_atom_file(atom.key): atom.shape for atom in manifest.atoms}:
         return "it was assembled by other patterns"
     return next((fault.text for fault in find_faults(folder, manifest.seal)), "")
 

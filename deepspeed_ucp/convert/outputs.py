@@ -12,7 +12,7 @@ from ..errors import UnsupportedError
 from ..extensions.registry import find_for_names
 from ..formats.deepspeed.files import ZERO
 from ..formats.deepspeed.seal import SealedFile
-from ..formats.universal.index import LONGEST, SealedAtom, is_path, place_file
+from ..formats.universal.index import LONGEST, SealedAtom, is_path, name_atom_file
 from ..formats.universal.upstream import upstream_keys
 from ..io.disk import open_to_write, write_at, write_parts
 from ..io.staging import MANIFEST, OutputKind
@@ -87,7 +87,7 @@ def list_files(full: FullTensors, fused: Mapping[str, int]) -> list[OutputFile]:
         for extension in extensions:
             keys = extension.make_upstream_keys(atom.name, fused.get(key.name, 0)) or keys
         image = make_image(keys, atom.dtype, atom.numel, full.cut_padding(atom))
-        files.append(OutputFile(atom, place_file(atom.atom.key), image))
+        files.append(OutputFile(atom, name_atom_file(atom.atom.key), image))
     return files
 
 
@@ -127,5 +127,5 @@ def list_steps(index: AtomicIndex) -> dict[str, tuple[bytes, int]]:
         kind = type(step), step
         if kind not in made:
             made[kind] = dump_value(step, index.scalar_dtypes.get(STEP))
-        steps[place_file(AtomKey(param.name, STEP, param.instance))] = made[kind]
+        steps[name_atom_file(AtomKey(param.name, STEP, param.instance))] = made[kind]
     return steps

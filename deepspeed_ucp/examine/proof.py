@@ -10,7 +10,7 @@ from ..errors import CheckpointError, ConfigError, UnsupportedError
 from ..formats.deepspeed.seal import SEAL, Seal, SealedFile, compare_file, read_seal
 from ..formats.findings import Finding
 from ..formats.open import FolderReport
-from ..formats.universal.index import Manifest, parse_index, place_file
+from ..formats.universal.index import Manifest, name_atom_file, parse_index
 from ..io.staging import MANIFEST
 from ..torchsave.records import FileRecords
 
@@ -67,7 +67,7 @@ def compare_proofs(
 def _compare_atoms(manifest: Manifest, listed: Mapping[str, FileRecords]) -> Iterator[Finding]:
     """Yield a fault for each intact file without the tensor that the manifest lists."""
     for atom in manifest.atoms:
-        name = place_file(atom.key)
+        name = name_atom_file(atom.key)
         file, sealed = listed.get(name), manifest.seal.files[name]
         if file is None or file.header_crc != sealed.crc or not atom.nbytes:
             continue

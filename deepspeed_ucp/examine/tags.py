@@ -10,10 +10,10 @@ from typing import Any
 
 from ..comm import Comm
 from ..errors import CheckpointError, UcpError
-from ..formats.deepspeed.files import find_foreign, scan_if_there
+from ..formats.deepspeed.files import find_foreign_format, scan_if_there
 from ..formats.deepspeed.naming import Naming
 from ..formats.foreign.names import PARTS, TRAINER_STATE, is_foreign
-from ..formats.latest import LOST, Age, find_checkpoint, find_known_age, find_tags, holds_foreign, is_checkpoint
+from ..formats.latest import LOST, Age, find_checkpoint, find_tags, holds_foreign, is_checkpoint, try_find_age
 from ..formats.open import survey_checkpoint
 from ..io.store import list_tree
 from ..model.wrappers import STATELESS
@@ -52,11 +52,11 @@ def look_at_tag(folder: str, path: str, also: Sequence[str] = ()) -> dict[str, A
     try:
         report = survey_checkpoint(where, Comm(), Naming(groups="module"), also=also)
         index, fault = report.index, report.fault
-        if find_foreign(report.files.entries):  # DeepSpeed may load an unsupported save, but not this
+        if find_foreign_format(report.files.entries):  # DeepSpeed may load an unsupported save, but not this
             report.require()
     except UcpError as error:
         fault = error
-    age = find_known_age([where])
+    age = try_find_age([where])
     if index and index.format:
         files = {name: entry for name, entry in files.items() if is_foreign(name)}
         times = (entry.changed for entry in files.values())

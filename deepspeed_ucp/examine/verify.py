@@ -18,7 +18,7 @@ from ..formats.deepspeed.files import (
     MANIFEST,
     PUBLISHED,
     SEAL,
-    find_foreign,
+    find_foreign_format,
     is_state_file,
     list_entries,
     read_swap_name,
@@ -26,7 +26,7 @@ from ..formats.deepspeed.files import (
 )
 from ..formats.deepspeed.naming import UNUSED, Naming
 from ..formats.findings import NOTE, WARNING, Finding, from_error, from_failure, sort_findings
-from ..formats.foreign.names import has_directory, is_foreign
+from ..formats.foreign.names import has_zip_directory, is_foreign
 from ..formats.latest import check_latest
 from ..formats.locations import FileTable, find_files
 from ..formats.open import FolderReport, survey_files
@@ -146,7 +146,7 @@ def verify_checkpoint(
             faults += [replace(finding, kind="foreign") for finding in from_error(folder, error)]
     return Verification(
         folder=folder,
-        kind="atomic" if report.atomic else "foreign" if find_foreign(where.entries) else "normal",
+        kind="atomic" if report.atomic else "foreign" if find_foreign_format(where.entries) else "normal",
         topology=index.written if index else "",
         files=tuple(sorted((report for reports, *_ in gathered for report in reports), key=lambda r: r.name)),
         others=tuple(sorted({name for *_, names in gathered for name in names})),
@@ -272,7 +272,7 @@ class _Examiner:
 
     def _look_at(self, name: str, file: ScanFile) -> FileRecords | Finding:
         """Read a file's directory, or return the fault."""
-        if not has_directory(name):
+        if not has_zip_directory(name):
             number = self.known.get(file.path)
             numbered = enumerate(zip(self.index.records.files, self.index.records, strict=True)) if self.index else ()
             records = {f"tensor {at}": record for at, (in_file, record) in numbered if in_file == number}

@@ -110,10 +110,10 @@ def fold_findings(findings: Iterable[Finding]) -> list[Finding]:
     for finding in findings:
         template = _NUMBER.sub("#", finding.text) if finding.file else finding.text
         groups.setdefault((finding.kind, finding.severity, finding.file != "", template), []).append(finding)
-    return [_fold(group) for group in groups.values()]
+    return [_merge_group(group) for group in groups.values()]
 
 
-def _fold(group: Sequence[Finding]) -> Finding:
+def _merge_group(group: Sequence[Finding]) -> Finding:
     first, *others = group
     names = tuple(dict.fromkeys(finding.file for finding in group))
     if len(names) == 1:

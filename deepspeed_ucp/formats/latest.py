@@ -21,10 +21,10 @@ from ..io.store import exists, find_change, is_folder, read_small
 from .deepspeed.files import (
     PUBLISHED,
     SEAL,
-    find_foreign,
+    find_foreign_format,
     has_states,
     holds_atoms,
-    holds_run,
+    holds_counters,
     is_state_file,
     list_entries,
     list_published,
@@ -107,7 +107,7 @@ def read_latest(load_dir: str, *, universal: bool = False, foreign: bool = False
     tags = find_tags(load_dir)
     if foreign and not tags and holds_foreign(load_dir):
         return os.path.basename(normalize(load_dir))
-    if foreign and not tags and (tracked := _read_tracked(load_dir)) is not None:
+    if foreign and not tags and (tracked := _read_megatron_tracker(load_dir)) is not None:
         return tracked
     if not tags:
         _check_bucket(load_dir)
@@ -130,7 +130,7 @@ def _refuse_later(load_dir: str, converted: str) -> None:
         )
 
 
-def _read_tracked(folder: str) -> str | None:
+def _read_megatron_tracker(folder: str) -> str | None:
     """Return the folder of Megatron's newest iteration; None without its tracker."""
     path = os.path.join(folder, _TRACKER)
     try:
@@ -153,7 +153,7 @@ def is_checkpoint(folder: str) -> bool:
 
 def holds_foreign(folder: str) -> bool:
     """Return True for a foreign checkpoint that holds no tags."""
-    is_one = leads_to_folder(folder) and find_foreign(list_entries(folder)) is not None
+    is_one = leads_to_folder(folder) and find_foreign_format(list_entries(folder)) is not None
     return is_one and not find_tags(folder)  # a trainer's folder has weights and the engine's tag
 
 
@@ -165,7 +165,7 @@ def find_folder(load_dir: str, tag: str) -> str:
     return load_dir if is_own else below
 
 
-_ODD = (
+_UNUSABLE = (
     (r"checkpoint-\d+", "a trainer's output folder: name one of its checkpoints, {0}"),
     (r".*\.ckpt", "a folder of Lightning's: name one of its checkpoints, {0}"),
     (r"adapter_config\.json", "a PEFT adapter without its weights (adapter_model.safetensors)"),
@@ -179,7 +179,7 @@ def describe_content(folder: str) -> str:
     if not leads_to_folder(folder):
         return "is a file or a broken link: name the folder that holds the tags" if exists(folder) else ""
     entries = {name: entry for name, entry in scan_folder(folder).items() if name != LOST}
-    for pattern, text in _ODD:
+    for pattern, text in _UNUSABLE:
         matches = sorted(name for name in entries if re.fullmatch(pattern, name))
         if matches:
             matches.sort(key=lambda name: (len(name), name))
@@ -260,7 +260,8 @@ def check_tag(load_dir: str, tag: str) -> str:
             known = f"the folder holds {shorten(tags)}{f' ({near})' if near else ''}"
             advice = 'Name one of them, or a place that has this tag ("also", --also).'
         names = scan_if_there(load_dir).keys()  # weights in a folder with `latest` are not the tag
-        if names and not (tags or {LATEST, UNIVERSAL} & names) and (kind := find_foreign(list_entries(load_dir))):
+        is_bare = names and not (tags or {LATEST, UNIVERSAL} & names)
+        if is_bare and (kind := find_foreign_format(list_entries(load_dir))):
             known, advice = f"the folder is itself a checkpoint, {kind}", "Load it without a tag."
         raise CheckpointError(f"no checkpoint with tag {tag!r} in {load_dir}; {known}. {advice}", path=folder)
     return folder
@@ -328,7 +329,7 @@ class Age(NamedTuple):
     sealed: bool = False
     time: float = 0.0
 
-    def is_before(self, other: Age) -> bool:
+    def may_precede(self, other: Age) -> bool:
         """Return True if the tag may be older; times count only if a step is unknown."""
         if -1 in (self.step, other.step):
             return self.time <= other.time or not other.time
@@ -350,7 +351,7 @@ def list_older(places: Sequence[str], tag: str) -> list[str]:
     above = os.path.dirname(tag)
     ages = _find_ages(places, above)
     newest = ages.pop(os.path.basename(tag), Age())
-    older = [name for name, age in ages.items() if age.is_before(newest)]
+    older = [name for name, age in ages.items() if age.may_precede(newest)]
     return [tag, *(os.path.join(above, name) for name in sorted(older, key=ages.__getitem__, reverse=True))]
 
 
@@ -360,10 +361,10 @@ def _find_ages(places: Sequence[str], above: str = "") -> dict[str, Age]:
     for place in places:
         for name in find_tags(os.path.join(place, above)):
             folders[name].append(os.path.join(place, above, name))
-    return {name: find_known_age(copies) for name, copies in folders.items()}
+    return {name: try_find_age(copies) for name, copies in folders.items()}
 
 
-def find_known_age(folders: Sequence[str]) -> Age:
+def try_find_age(folders: Sequence[str]) -> Age:
     """Return a tag's age; unknown if its ``ucp_published.json`` has a fault."""
     try:
         return find_age(folders)
@@ -382,7 +383,7 @@ def find_age(folders: Sequence[str]) -> Age:
 
 
 def _read_steps(folder: str, names: Iterable[str]) -> Iterable[int]:
-    for name in sorted(filter(holds_run, names))[:_TRIED]:
+    for name in sorted(filter(holds_counters, names))[:_TRIED]:
         with suppress(UcpError):  # reported when the tag is loaded
             step = read_file(folder, name).require_model().counters.get("global_steps")
             if isinstance(step, int):

@@ -27,7 +27,7 @@ from ..io.store import note_listed, open_stored
 from ..model.access import READ_ALL, PartialAccess, ReadAccess
 from ..model.records import FileRef
 from ..torchsave.records import sum_directory
-from .deepspeed.files import SEAL, list_entries, list_published, read_model_rank, read_optim_ranks, read_swap_name
+from .deepspeed.files import SEAL, list_entries, list_published, read_model_rank, read_shard_ranks, read_swap_name
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -54,7 +54,7 @@ class FileTable:
         visible: entries that this rank sees, by place.
         near: the places, nearest first.
         access: the ranks that can read each file, in the order of ``entries``.
-        odd: (place, name) of files that this rank sees and that differ from ``entries``.
+        differing: (place, name) of files that this rank sees and that differ from ``entries``.
         views: the distinct views of the ranks; empty if every rank can read all files.
         is_first: whether this is the first rank of its view.
     """
@@ -64,7 +64,7 @@ class FileTable:
     visible: tuple[Entries, ...]
     near: tuple[int, ...] = (0,)
     access: ReadAccess = READ_ALL
-    odd: frozenset[tuple[int, str]] = frozenset()
+    differing: frozenset[tuple[int, str]] = frozenset()
     views: tuple[NodeView, ...] = ()
     is_first: bool = False
     _failover: Failover = field(default_factory=Failover)
@@ -97,7 +97,7 @@ class FileTable:
     def list_copies(self, name: str, *, near: bool = False) -> dict[str, int]:
         """Return path → bytes of this rank's copies, by place or (``near``) nearest first."""
         places = self.near if near else range(len(self.visible))
-        holders = [place for place in places if name in self.visible[place] and (place, name) not in self.odd]
+        holders = [place for place in places if name in self.visible[place] and (place, name) not in self.differing]
         return {join_path(self.folders[place], name): self.visible[place][name].size for place in holders}
 
     def refer(self, name: str, size: int, crc: int | None = None, *, identified: bool = True) -> FileRef:
@@ -117,7 +117,7 @@ class FileTable:
     def list_folders(self, name: str) -> list[str]:
         """Return this rank's folders that have a file; those with a different file last."""
         holders = [place for place, entries in enumerate(self.visible) if name in entries]
-        holders.sort(key=lambda place: (place, name) in self.odd)
+        holders.sort(key=lambda place: (place, name) in self.differing)
         return [self.folders[place] for place in holders] or [self.folder]
 
     def read(self, name: str, work: Callable[[str], T]) -> T:
@@ -162,26 +162,26 @@ class FileTable:
 
 def find_files(folders: Sequence[str], comm: Comm, list_place: Callable[[str], Entries] = list_entries) -> FileTable:
     """Find a checkpoint's files; refuse different ones under one name (collective)."""
-    stores = {folder: comm.once(partial(_list, folder, list_place)) for folder in folders if is_url(folder)}
+    stores = {folder: comm.once(partial(_try_listing, folder, list_place)) for folder in folders if is_url(folder)}
     for folder, entries, _ in stores.values():
         note_listed(folder, entries)
     place_files: list[tuple[str, Entries, CheckpointError | None]] = []
 
-    def look() -> tuple[list[str], bytes, bytes, bool, list[str]]:
-        place_files.extend(stores.get(folder) or _list(folder, list_place) for folder in folders)
-        found, listings, errors = zip(*place_files, strict=True)
-        below = [path.removeprefix(folder) for path, folder in zip(found, folders, strict=True)]
-        sizes, view = _digest(listings, lambda entry: entry.size), _digest(listings, _pick)
+    def list_all() -> tuple[list[str], bytes, bytes, bool, list[str]]:
+        place_files.extend(stores.get(folder) or _try_listing(folder, list_place) for folder in folders)
+        actual, listings, errors = zip(*place_files, strict=True)
+        below = [path.removeprefix(folder) for path, folder in zip(actual, folders, strict=True)]
+        sizes, view = _digest_listings(listings, lambda entry: entry.size), _digest_listings(listings, _get_version)
         return below, sizes, view, any(listings), [str(error or "") for error in errors]
 
-    reports = comm.gather_results(look)
-    found, listings, errors = zip(*place_files, strict=True)
+    reports = comm.gather_results(list_all)
+    resolved, listings, errors = zip(*place_files, strict=True)
     if not any(some for *_, some, _ in reports):
         comm.run(lambda: raise_first(errors))
     below = [max(paths) for paths in zip(*(paths for paths, *_ in reports), strict=True)]
     # A rank that sees none of a tag's files does not know their subfolder.
     folders = [
-        folder + path if seen == folder else seen for folder, path, seen in zip(folders, below, found, strict=True)
+        folder + path if seen == folder else seen for folder, path, seen in zip(folders, below, resolved, strict=True)
     ]
     near = sorted(range(len(folders)), key=lambda place: measure_distance(folders[place])) if folders[1:] else [0]
     joined = {name: entry for entries in reversed(listings) for name, entry in entries.items()}  # the first counts
@@ -193,7 +193,7 @@ def find_files(folders: Sequence[str], comm: Comm, list_place: Callable[[str], E
         for error, *others in zip(*(texts for *_, texts in reports), strict=True):
             if error and all(others):  # a wrong path, or an unreachable store
                 logger.warning("%s The other places are read.", error)
-        _warn_others(table)
+        _warn_of_different_copies(table)
     return table
 
 
@@ -204,18 +204,18 @@ def list_files(folder: str, comm: Comm) -> FileTable:
     return FileTable.of(folder, entries)
 
 
-def hold_copies(table: FileTable, sums: Mapping[str, int | None]) -> bool:
+def are_places_alike(table: FileTable, crcs: Mapping[str, int | None]) -> bool:
     """Return True if all ranks see one save, and further places hold only its files.
 
     Args:
-        sums: file name → CRC32 of the zip directory.
+        crcs: file name → CRC32 of the zip directory.
     """
     first, *others = zip(table.folders, table.visible, strict=True)
     for folder, entries in others:
-        both = [name for name in sums if name in entries and name in first[1]]
+        both = [name for name in crcs if name in entries and name in first[1]]
         both = [name for name in both if first[1][name].size == entries[name].size]
         paths = [join_path(folder, name) for name in both]
-        if entries and (not both or list(choose_map(folder)(_sum, paths)) != [sums[name] for name in both]):
+        if entries and (not both or list(choose_map(folder)(_try_sum, paths)) != [crcs[name] for name in both]):
             return False
     return bool(others) and not table.access.is_partial
 
@@ -232,7 +232,7 @@ def list_by_host(table: FileTable) -> dict[str, list[str]]:
 def describe_hosts(table: FileTable) -> str:
     """Describe the machines' files by data-parallel rank; empty if all see the same."""
     by_host = {
-        host: {ranks[1] for name in names if (ranks := read_optim_ranks(name))}
+        host: {ranks[1] for name in names if (ranks := read_shard_ranks(name))}
         for host, names in list_by_host(table).items()
     }
     texts = [
@@ -244,11 +244,11 @@ def describe_hosts(table: FileTable) -> str:
 
 def list_variants(table: FileTable) -> list[tuple[str, str]]:
     """Return (folder, name) of this node's model states that differ from those in use."""
-    odd = sorted(table.odd) if table.is_first else []
-    return [(table.folders[place], name) for place, name in odd if read_model_rank(name) is not None]
+    differing = sorted(table.differing) if table.is_first else []
+    return [(table.folders[place], name) for place, name in differing if read_model_rank(name) is not None]
 
 
-def _list(folder: str, list_place: Callable[[str], Entries]) -> tuple[str, Entries, CheckpointError | None]:
+def _try_listing(folder: str, list_place: Callable[[str], Entries]) -> tuple[str, Entries, CheckpointError | None]:
     """Return a place's folder with the tag's files, its entries, and an error or None."""
     try:
         return *list_published(folder, list_place), None
@@ -256,7 +256,7 @@ def _list(folder: str, list_place: Callable[[str], Entries]) -> tuple[str, Entri
         return folder, {}, error
 
 
-def _warn_others(table: FileTable) -> None:
+def _warn_of_different_copies(table: FileTable) -> None:
     for folder, entries in zip(table.folders[1:], table.visible[1:], strict=True):
         others = [name for name, entry in entries.items() if entry.size != table.entries[name].size]
         if others:
@@ -264,12 +264,12 @@ def _warn_others(table: FileTable) -> None:
             logger.warning(text, folder, shorten(others))
 
 
-def _digest(listings: Sequence[Entries], pick: Callable[[Entry], object]) -> bytes:
+def _digest_listings(listings: Sequence[Entries], pick: Callable[[Entry], object]) -> bytes:
     rows = [sorted((name, pick(entry)) for name, entry in entries.items()) for entries in listings]
     return hashlib.sha256(repr(rows).encode()).digest()
 
 
-def _pick(entry: Entry) -> tuple[int, float]:
+def _get_version(entry: Entry) -> tuple[int, float]:
     """Return bytes and time of change; the time of a folder is irrelevant."""
     return entry.size, 0.0 if entry.is_folder else entry.changed
 
@@ -305,7 +305,7 @@ def _is_one_save(table: FileTable, views: Sequence[bytes], comm: Comm) -> bool:
 
 def _sum_content(path: str, entry: Entry) -> object:
     """Return a CRC32 that identifies a file's content, else its time of change."""
-    crc = _sum(path)
+    crc = _try_sum(path)
     if crc is None and entry.size <= _SMALL:
         with suppress(UcpError):
             return sum_file(path, entry.size)
@@ -318,7 +318,7 @@ def sum_file(path: str, size: int) -> int:
         return sum_range(file, 0, size)
 
 
-def _sum(path: str) -> int | None:
+def _try_sum(path: str) -> int | None:
     try:
         return sum_directory(path)
     except UcpError:
@@ -345,13 +345,13 @@ def _unite(table: FileTable, digests: Sequence[bytes], comm: Comm) -> FileTable:
     ranks = [numbers.setdefault(digest, len(numbers)) for digest in digests]
     mine, among = ranks[comm.rank], [rank for rank, view in enumerate(ranks) if view == ranks[comm.rank]]
     is_first = among[0] == comm.rank
-    places = tuple({name: Entry(*_pick(entry)) for name, entry in entries.items()} for entries in table.visible)
+    places = tuple({name: Entry(*_get_version(entry)) for name, entry in entries.items()} for entries in table.visible)
     views = [view for view in comm.gather(NodeView(socket.gethostname(), places) if is_first else None) if view]
     copies = _list_copies(table.folders, views)
-    doubts = [doubt for file_copies in copies.values() for doubt in _list_doubts(file_copies)]
+    doubts = [doubt for file_copies in copies.values() for doubt in _list_to_compare(file_copies)]
     part = [at for at, doubt in enumerate(doubts) if doubt.view == mine][among.index(comm.rank) :: len(among)]
     sums: dict[Copy, int | None] = {}
-    for known in comm.gather_results(lambda: {at: _sum(doubts[at].path) for at in part}):
+    for known in comm.gather_results(lambda: {at: _try_sum(doubts[at].path) for at in part}):
         sums.update((doubts[at], crc) for at, crc in known.items())
     same = {name: _list_same(file_copies, sums) for name, file_copies in copies.items()}
     comm.run(lambda: _refuse_different(copies, same))
@@ -359,17 +359,17 @@ def _unite(table: FileTable, digests: Sequence[bytes], comm: Comm) -> FileTable:
         hosts = len({view.host for view in views})
         logger.info("%s: ranks see different files, on %d machines; each is read where it lies", table.folder, hosts)
     readers = [dict.fromkeys(copy.view for copy in file_copies) for file_copies in same.values()]
-    odd = (
+    differing = (
         (copy.place, name)
         for name, file_copies in copies.items()
-        for copy in set(_list_wanted(file_copies)).difference(same[name])
+        for copy in set(_prefer_local(file_copies)).difference(same[name])
         if copy.view == mine
     )
     return replace(
         table,
         entries={name: Entry(home.size, home.changed) for name, (home, *_) in copies.items()},
         access=PartialAccess.of(ranks, readers) if same else READ_ALL,
-        odd=frozenset(odd),
+        differing=frozenset(differing),
         views=tuple(views),
         is_first=is_first,
     )
@@ -389,42 +389,42 @@ def _list_copies(folders: Sequence[str], views: Sequence[NodeView]) -> dict[str,
     for name, file_copies in copies.items():
         mp = read_model_rank(name)
 
-        def find_first_rank(copy: Copy, mp: int | None = mp) -> int:
-            pairs = map(read_optim_ranks, views[copy.view].places[copy.place])
+        def find_first_dp_rank(copy: Copy, mp: int | None = mp) -> int:
+            pairs = map(read_shard_ranks, views[copy.view].places[copy.place])
             return min((ranks[1] for ranks in pairs if ranks and mp in (None, ranks[0])), default=1 << 30)
 
         by_node = is_written_by_each_node(name)
-        file_copies.sort(key=lambda copy: (copy.place, find_first_rank(copy) if by_node else 0, copy.view))
+        file_copies.sort(key=lambda copy: (copy.place, find_first_dp_rank(copy) if by_node else 0, copy.view))
     return dict(sorted(copies.items()))
 
 
-def _list_wanted(copies: Sequence[Copy]) -> Sequence[Copy]:
+def _prefer_local(copies: Sequence[Copy]) -> Sequence[Copy]:
     """Return the copies to read: in object stores only if no machine has the file."""
     return [copy for copy in copies if not is_url(copy.path)] or copies
 
 
-def _list_doubts(copies: Sequence[Copy]) -> list[Copy]:
+def _list_to_compare(copies: Sequence[Copy]) -> list[Copy]:
     """Return the copy in use and those of equal size and another time."""
     home = copies[0]
-    unsure = [copy for copy in _list_wanted(copies) if copy.size == home.size and copy.changed != home.changed]
+    unsure = [copy for copy in _prefer_local(copies) if copy.size == home.size and copy.changed != home.changed]
     return [home, *unsure] if unsure and home.size >= 0 else []
 
 
-def _list_same(copies: Sequence[Copy], sums: Mapping[Copy, int | None]) -> list[Copy]:
-    """Return the copies equal to the one in use; ``sums``: of their zip directories."""
-    home, crc = copies[0], sums.get(copies[0])
+def _list_same(copies: Sequence[Copy], crcs: Mapping[Copy, int | None]) -> list[Copy]:
+    """Return the copies equal to the one in use; ``crcs``: of their zip directories."""
+    home, crc = copies[0], crcs.get(copies[0])
 
     def is_same(copy: Copy) -> bool:
-        is_equal = copy.changed == home.changed or copy.size < 0 or (crc is not None and sums.get(copy) == crc)
+        is_equal = copy.changed == home.changed or copy.size < 0 or (crc is not None and crcs.get(copy) == crc)
         return copy == home or (copy.size == home.size and is_equal)
 
-    return [copy for copy in _list_wanted(copies) if is_same(copy)] or [home]
+    return [copy for copy in _prefer_local(copies) if is_same(copy)] or [home]
 
 
 def _refuse_different(copies: Mapping[str, Sequence[Copy]], same: Mapping[str, Sequence[Copy]]) -> None:
     """Refuse different files under one name on several machines."""
     for name, file_copies in copies.items():
-        home, wanted = file_copies[0], _list_wanted(file_copies)
+        home, wanted = file_copies[0], _prefer_local(file_copies)
         others = [copy for copy in wanted if copy.place == home.place and copy not in same[name]]
         if not others or is_written_by_each_node(name):
             continue

@@ -13,8 +13,8 @@ from ..errors import CheckpointError, MismatchError, UcpError, UnsupportedError,
 from ..extensions.registry import SaveExtension
 from ..io.paths import find_tag_folder, normalize
 from ..model.index import AtomicIndex, SavedJob
-from .deepspeed.files import find_foreign, holds_atoms, holds_optimizer
-from .deepspeed.gather import ReadResults, find_other_step, gather_save, identify_save, skip_faulty
+from .deepspeed.files import find_foreign_format, holds_atoms, holds_optimizer
+from .deepspeed.gather import ReadResults, find_step_mismatch, gather_save, identify_save, skip_faulty
 from .deepspeed.headers import FileHeader
 from .deepspeed.index import build_index
 from .deepspeed.module import rename_keys
@@ -73,7 +73,7 @@ class FolderReport:
         """Log the warnings; for weights alone, without those about unsaved state."""
         passed = ("unsaved",) if weights_only else ()
         warnings = [finding for finding in self.findings if finding.severity == WARNING and finding.kind not in passed]
-        if earlier := _list_earlier(warnings):
+        if earlier := _list_stale_files(warnings):
             logger.warning("%s: ignoring files of an earlier save: %s", self.folder, shorten(earlier))
         for finding in fold_findings(warnings):
             if finding.kind != "leftover":
@@ -115,7 +115,7 @@ def survey_checkpoint(
 
 def survey_files(where: FileTable, comm: Comm, naming: Naming | None = None) -> FolderReport:
     """Read the headers of listed files and collect all findings (collective)."""
-    atomic, foreign, manifest = holds_atoms(where.entries), find_foreign(where.entries), None
+    atomic, foreign, manifest = holds_atoms(where.entries), find_foreign_format(where.entries), None
     extensions: list[SaveExtension] = []
     try:
         if atomic:
@@ -129,7 +129,7 @@ def survey_files(where: FileTable, comm: Comm, naming: Naming | None = None) -> 
     return FolderReport(where, atomic, index, sort_findings(findings), manifest, extensions)
 
 
-def look_at_job(folder: str, also: Sequence[str] = ()) -> SavedJob:
+def read_saved_job(folder: str, also: Sequence[str] = ()) -> SavedJob:
     """Read the saved job from a model-states file or a foreign checkpoint's headers.
 
     Args:
@@ -137,7 +137,7 @@ def look_at_job(folder: str, also: Sequence[str] = ()) -> SavedJob:
     """
     where = find_files([folder, *also], Comm())
     entries = where.entries
-    if not holds_atoms(entries) and find_foreign(entries) is not None:
+    if not holds_atoms(entries) and find_foreign_format(entries) is not None:
         index = survey_files(where, Comm()).require()
         return replace(index.job, weights_alone=index.is_weights_alone)
     save = Save.of(where)
@@ -193,7 +193,7 @@ def seal_folder(folder: str, comm: Comm, *, local: bool = False) -> None:
         comm.once(lambda: write_seal(where.folder, sealed))
 
 
-def _list_earlier(findings: Iterable[Finding]) -> list[str]:
+def _list_stale_files(findings: Iterable[Finding]) -> list[str]:
     return [finding.file for finding in findings if finding.kind == "leftover" and not finding.names]
 
 
@@ -203,7 +203,7 @@ def _survey_normal(
     """Return a normal checkpoint's index, findings and special cases (collective)."""
     save, findings = gather_save(where, comm)
     if naming.weights_only and make_error(findings) is not None and not where.access.is_partial:
-        save, findings = _read_weights(where, comm) or (save, findings)
+        save, findings = _gather_weights_only(where, comm) or (save, findings)
     extensions = save.extensions if save else []
     for extension in extensions:
         findings += skip_faulty(extension.verify_save(save, comm), findings)
@@ -211,15 +211,15 @@ def _survey_normal(
         return None, findings, extensions
     rename_keys(save, naming.keys)
     index, more = _build(save, naming)
-    if index is not None and any(name.endswith("model_states.pt") for name in _list_earlier(findings)):
+    if index is not None and any(name.endswith("model_states.pt") for name in _list_stale_files(findings)):
         index = replace(index, unnoticed=(*index.unnoticed, _EARLIER))
     if comm.rank == 0:
         state = os.path.join(os.path.dirname(normalize(find_tag_folder(where.folder))), TRAINER_STATE)
-        findings += find_other_step(state, save.model(0).counters.get("global_steps"))
+        findings += find_step_mismatch(state, save.model(0).counters.get("global_steps"))
     return index, [*findings, *more, *find_unsaved(save)], extensions
 
 
-def _read_weights(where: FileTable, comm: Comm) -> tuple[Save, list[Finding]] | None:
+def _gather_weights_only(where: FileTable, comm: Comm) -> tuple[Save, list[Finding]] | None:
     """Return the save without optimizer files, if it has all weights (collective)."""
     if not any(map(holds_optimizer, where.entries)):
         return None

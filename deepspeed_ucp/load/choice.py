@@ -105,7 +105,7 @@ def inspect_engine(context: LoadContext) -> tuple[Target, Naming]:
         keys={key: name for _, keys, _ in answers for key, name in keys.items()},
         rename=partial(find_renamed, rules=context.rules),
         ep=target.ep,
-        record=target.list_recorded,
+        list_recorded=target.list_recorded,
         weights_only=not (context.with_states and has_masters),
     )
     return target, naming

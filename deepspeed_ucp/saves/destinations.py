@@ -20,7 +20,7 @@ from ..errors import CheckpointError, OutOfReachError, StorageError, TagTakenErr
 from ..formats.deepspeed.files import SEAL, is_state_file, list_published, resolve_published
 from ..formats.deepspeed.reading import read_file
 from ..formats.deepspeed.seal import read_seal
-from ..formats.latest import LATEST, find_known_age, read_tag
+from ..formats.latest import LATEST, read_tag, try_find_age
 from ..formats.open import seal_folder
 from ..io.paths import Entry, is_url
 from ..io.store import exchange_small, exists, list_folder, list_tree, put_file, read_small, remove, write_small
@@ -164,7 +164,7 @@ def _update_latest(save: SavePart, destination: str, named: bytes | None) -> Non
                 "the store refused a conditional write of `latest`, which has not changed.", path=destination
             )
         tag = (named or b"").decode(errors="replace").strip()
-        if tag and find_known_age([os.path.join(destination, tag)]).step > save.step:
+        if tag and try_find_age([os.path.join(destination, tag)]).step > save.step:
             logger.warning("%s: another job has let `latest` name %s, which stays", destination, tag)
             return
 

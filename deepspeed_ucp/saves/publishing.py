@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from ..errors import CheckpointError, StorageError, TagTakenError
-from ..formats.deepspeed.files import OFFLOADED, PUBLISHED, SEAL, ZERO, holds_run, is_state_file, resolve_published
+from ..formats.deepspeed.files import OFFLOADED, PUBLISHED, SEAL, ZERO, holds_counters, is_state_file, resolve_published
 from ..io.deletion import delete_files, delete_tree, open_below
 from ..io.disk import sync_folder
 from ..io.jsonfile import parse_json, read_json
@@ -46,7 +46,7 @@ _REMOVERS = 4
 
 _TURNS: tuple[Callable[[str], bool], ...] = (
     lambda name: name == SEAL,
-    holds_run,
+    holds_counters,
     lambda name: not is_state_file(name),
     is_state_file,
 )

@@ -21,7 +21,7 @@ from ..engine.references import replace_method
 from ..engine_state import get_config
 from ..errors import CheckpointError, ConfigError, pluralize
 from ..formats.latest import check_tag, holds_foreign
-from ..formats.open import look_at_job
+from ..formats.open import read_saved_job
 from ..load.client import read_objects
 from ..model.index import ASKED, BATCH_SIZES, SHUFFLED, SavedJob, to_integer
 from ..saves.keeping import begin_save, can_guard, finish_folders, guard
@@ -207,14 +207,14 @@ def _find_job(folder: str, *, is_foreign: bool) -> SavedJob:
     Raises:
         CheckpointError: the save was interrupted, or the folder has only weights.
     """
-    job = look_at_job(folder) if is_foreign else None
+    job = read_saved_job(folder) if is_foreign else None
     if job is not None:
         refuse_weights(job, folder, "Start a new run with them: engine.load_checkpoint(folder, load_module_only=True)")
     if os.path.isdir(folder) and not os.path.exists(os.path.join(folder, OWN)):
         raise CheckpointError(
             f"{OWN} is missing: the save was interrupted before it wrote this. Use an older checkpoint.", path=folder
         )
-    return complete_job(job or look_at_job(check_tag(folder, _TAG)), folder, _RANDOM_FILES)
+    return complete_job(job or read_saved_job(check_tag(folder, _TAG)), folder, _RANDOM_FILES)
 
 
 def _find_folder(accelerator: Any, input_dir: Any) -> str:

@@ -19,7 +19,7 @@ from ..config import UniversalConfig
 from ..errors import CheckpointError, OutOfReachError, UcpError, shorten
 from ..examine.verify import verify_checkpoint
 from ..formats.foreign.names import NUMBERED, TRAINER_STATE
-from ..formats.open import look_at_job
+from ..formats.open import read_saved_job
 from ..io.jsonfile import read_json
 from ..io.store import exists
 from ..load.client import read_objects
@@ -144,7 +144,7 @@ def find_job(
     """
     tag = tag or _find_tag(folder, config, comm)
     places = find_folders([folder, *config.also], tag, comm)
-    job = comm.once(lambda: look_at_job(places[0], places[1:]))
+    job = comm.once(lambda: read_saved_job(places[0], places[1:]))
     if job.format:
         job = comm.once(
             lambda: _refuse_stateless(folder) if job.weights_alone else complete_job(job, folder, RANDOM_FILES)

@@ -19,7 +19,7 @@ from ..engine_state import find_state, get_config
 from ..errors import CheckpointError, ConfigError
 from ..formats.foreign.names import META
 from ..formats.latest import find_checkpoint, holds_foreign
-from ..formats.open import look_at_job
+from ..formats.open import read_saved_job
 from ..load.client import read_objects
 from ..model.index import SavedJob, to_integer
 from ..saves.keeping import begin_save, finish_folders, finish_here, remove_when_safe
@@ -58,7 +58,7 @@ def load_checkpoint(
         return original(strategy, checkpoint_path, *args, **kwargs)
     if is_foreign:  # the original requires a folder `checkpoint`
         original = partial(_load_foreign, fitting=fitting)
-    job: SavedJob = connect().once(lambda: look_at_job(find_checkpoint(folder)))
+    job: SavedJob = connect().once(lambda: read_saved_job(find_checkpoint(folder)))
     if fitting:
         refuse_weights(job, folder, "Start a new run with them: engine.load_checkpoint(folder) in on_fit_start")
         _check_total_batch(engine, folder, job, config)

@@ -13,7 +13,7 @@ import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from deepspeed_ucp.errors import UnsupportedError
-from deepspeed_ucp.formats.open import look_at_job
+from deepspeed_ucp.formats.open import read_saved_job
 from deepspeed_ucp.model.index import AtomicIndex, SavedJob
 from tests.formats.saves import Files, make_files, open_files
 from tests.synth import Model, Param, Topology
@@ -127,7 +127,7 @@ def make(topology: Topology) -> Files:
 
 
 def open_both(folder: Path, files: Files) -> tuple[AtomicIndex, SavedJob]:
-    return open_files(folder, files), look_at_job(str(folder))
+    return open_files(folder, files), read_saved_job(str(folder))
 
 
 @pytest.mark.parametrize(("field", "topology", "convert"), ROWS)

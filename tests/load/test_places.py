@@ -23,7 +23,7 @@ from deepspeed_ucp.formats import locations, open_checkpoint
 from deepspeed_ucp.formats.deepspeed.files import list_entries
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.formats.locations import find_files
-from deepspeed_ucp.formats.open import look_at_job, seal_folder
+from deepspeed_ucp.formats.open import read_saved_job, seal_folder
 from deepspeed_ucp.io.read import MemorySink
 from deepspeed_ucp.io.store import StoredFile
 from deepspeed_ucp.load.transfer import Transfer
@@ -149,7 +149,7 @@ def test_a_further_place_may_have_all_files(tmp_path: Path) -> None:
     save, nvme, saved = two_places(tmp_path, Topology(1, 3))
     shutil.rmtree(save)
     check_content(load_scattered([save], Topology(2, 2), nvme), saved)
-    assert look_at_job(str(save), also=[str(nvme)]).ranks == 3
+    assert read_saved_job(str(save), also=[str(nvme)]).ranks == 3
 
 
 @pytest.mark.parametrize("damage", ["other", "longer", "unreadable", "gone", "truncated"])

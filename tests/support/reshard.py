@@ -280,7 +280,7 @@ def open_for(folder: Path | str, target: FakeTarget, comm: Comm | None = None) -
     """Open an index, with the live groups to name a stage-0 source's parameters; collective."""
     comm = comm or Comm()
     groups, _, order = groups_of(target, comm)
-    return open_checkpoint(str(folder), comm, Naming(groups, (), order, record=target.recorded, ep=target.ep))
+    return open_checkpoint(str(folder), comm, Naming(groups, (), order, list_recorded=target.recorded, ep=target.ep))
 
 
 def open_everywhere(folder: Path | str, targets: Sequence[FakeTarget]) -> AtomicIndex:

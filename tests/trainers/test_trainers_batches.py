@@ -65,7 +65,7 @@ def test_lightning_refuses_the_position_of_a_stateful_loader_in_another_world(
     monkeypatch.setattr(lightning, "holds_foreign", lambda _: False)
     monkeypatch.setattr(lightning.BatchSizes, "of", lambda _: BatchSizes(1, 1, 1))
     for ranks, error in ((2, UnsupportedError), (1, pytest.fail.Exception)):
-        monkeypatch.setattr(lightning, "look_at_job", lambda _, ranks=ranks: SavedJob(ranks, 1, 6, 8, 1))
+        monkeypatch.setattr(lightning, "read_saved_job", lambda _, ranks=ranks: SavedJob(ranks, 1, 6, 8, 1))
         with pytest.raises(error, match="position"):
             lightning.load_checkpoint(lambda *_: {"loops": {"fit_loop": loop}}, strategy, str(tmp_path))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...errors import CheckpointError, UnsupportedError
 from ...formats.deepspeed.builder import Builder, SavedRank
-from ...formats.deepspeed.files import Key, read_model_rank, read_optim_ranks, scan_folder, sort_roles, strip_writer
+from ...formats.deepspeed.files import Key, read_model_rank, read_shard_ranks, scan_folder, sort_roles, strip_writer
 from ...formats.deepspeed.headers import FileBatch, FileHeader, Piece, batch_files, select_files
 from ...formats.deepspeed.reading import as_list
 from ...formats.deepspeed.save import Save, find_degrees
@@ -105,7 +105,7 @@ class SavedExperts(ExpertFiles, SaveExtension):
     def _name_files(self, save: Save) -> Iterator[str]:
         first = save.first
         model = first[0].model
-        if model is None or not model.facts["experts"] or read_optim_ranks(first[0].name) is not None:
+        if model is None or not model.facts["experts"] or read_shard_ranks(first[0].name) is not None:
             return
         _, tp = find_degrees(save, model)
         tp_shards = count_tp_shards(save, tp)
@@ -412,7 +412,7 @@ def _add_batch(builder: Builder, rank: SavedRank, batch: FileBatch, optimized: s
     states, parts, headers = [], len(batch.headers), batch.headers
     names = list(zip(*(header.layer or {} for header in headers), strict=True))
     for piece, named in enumerate(names):
-        first = batch.make_piece(piece)
+        first = batch.make_first_piece(piece)
         buffer = join_parameters(0, named, [first.shape] * parts, parts=parts, partition=first.numel)
         records, begins = builder.number_records(batch, piece), batch.pick(piece, "start")
         storage = PartitionedState(buffer, first.dtype, records, begins)

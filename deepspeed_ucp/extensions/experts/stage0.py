@@ -203,7 +203,7 @@ def _assign(experts: ExpertFiles, save: Save, live: GroupNames, ep: int, order: 
     for group in live:
         owned = dict(group)
         try:
-            kept = order is None or order.is_kept(group)
+            kept = order is None or order.keeps_module_order(group)
             parts = assign_experts(list(owned), len(assigned), ep, ordered=kept)
         except ValueError as error:
             raise MismatchError(

@@ -261,16 +261,16 @@ class Builder:
         self.batches: Batches = {}
         self.repeated: dict[AtomKey, list[tuple[int, Fragment]]] = defaultdict(list)
         for header in save.headers:
-            self._file(header)
+            self._number_file(header)
 
     @property
     def optimized(self) -> set[str]:
         """Names of the parameters that an optimizer owns on any model-parallel rank."""
         return {name for rank in self.ranks for name in rank.shapes}
 
-    def record(self, header: FileHeader, record: Record) -> int:
+    def number_record(self, header: FileHeader, record: Record) -> int:
         """Return the number of a file's record; new records are numbered."""
-        file = self._file(header)
+        file = self._number_file(header)
         number = self._record_ids.get((file, record))
         if number is None:
             number = self._record_ids[file, record] = len(self.records)
@@ -280,16 +280,16 @@ class Builder:
     def number_records(self, batch: FileBatch, piece: int) -> array[int]:
         """Return a piece's record number in each selected file of a batch."""
         first = batch.template.firsts[piece]
-        if first not in batch.records:  # number the record in all files with this template
-            batch.records[first] = len(self.records)
-            if not batch.numbers:
-                batch.numbers.extend(map(self._file, batch.all_files))
+        if first not in batch.record_numbers:  # number the record in all files with this template
+            batch.record_numbers[first] = len(self.records)
+            if not batch.file_numbers:
+                batch.file_numbers.extend(map(self._number_file, batch.all_files))
             column = batch.table[:, first]
             columns = (array("q", column[name].tobytes()) for name in ("offset", "nbytes", "crc"))
-            self.records.extend(batch.numbers, *columns)
-        return array("q", (batch.rows + batch.records[first]).tobytes())
+            self.records.extend(batch.file_numbers, *columns)
+        return array("q", (batch.rows + batch.record_numbers[first]).tobytes())
 
-    def _file(self, header: FileHeader) -> int:
+    def _number_file(self, header: FileHeader) -> int:
         """Return the number of a file; new files are numbered."""
         number = self.file_ids.get(header.name)
         if number is None:
@@ -323,7 +323,7 @@ class Builder:
         if piece.fault:
             self.note_unreadable(rank, (cut.name for cut in cuts), state, piece.fault)
             return
-        record = self.record(header, piece.record) if any(cut.numel for cut in cuts) else -1
+        record = self.number_record(header, piece.record) if any(cut.numel for cut in cuts) else -1
         offset, itemsize = piece.offset, ITEMSIZE[piece.dtype]
         shapes = rank.shapes if shapes is None else shapes
         for cut in cuts:
@@ -368,7 +368,7 @@ class Builder:
 
     def add_repeated(self, rank: SavedRank, state: str, cuts: Sequence[Cut], header: FileHeader, piece: Piece) -> None:
         """Add further copies of elements, which a load compares; see :meth:`add_cuts`."""
-        record, itemsize = self.record(header, piece.record), ITEMSIZE[piece.dtype]
+        record, itemsize = self.number_record(header, piece.record), ITEMSIZE[piece.dtype]
         for cut in cuts:
             fragment = Fragment(cut.start, cut.numel, record, piece.offset + cut.offset * itemsize)
             tp_shard, _ = rank.find_tp_shard(cut.name, self.tp)
@@ -490,7 +490,7 @@ class Builder:
             shape = parts[0].shape if parts else empty.get((param, tp_shard))
             if shape is None:
                 fragments = [fragment for storage in storages for fragment in storage.list_fragments(state)]
-                path = next(map(self._path_of, fragments), None)
+                path = next(map(self._find_path, fragments), None)
                 raise CheckpointError(
                     f"holds {param} ({state}), the files of tensor-parallel rank "
                     f"{tp_shard} do not. The folder mixes files of several saves, or lacks files.",
@@ -499,10 +499,10 @@ class Builder:
             fragments = [part for storage in parts for part in storage.list_fragments(state)]
             fragments.sort(key=attrgetter("start"))
             joined.append(ParamStorage(tp_shard, shape, 0, {state: Fragments(dtype, fragments)}))
-        check_coverage(Atom(param.name, state, dtype, tuple(joined), param.instance), self._path_of)
+        check_coverage(Atom(param.name, state, dtype, tuple(joined), param.instance), self._find_path)
         return joined
 
-    def _path_of(self, fragment: Fragment) -> str:
+    def _find_path(self, fragment: Fragment) -> str:
         return self.files[self.records.files[fragment.record]].path
 
 

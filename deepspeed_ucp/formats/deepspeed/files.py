@@ -300,7 +300,7 @@ def holds_atoms(entries: Mapping[str, Entry]) -> bool:
     )
 
 
-def find_foreign(entries: Mapping[str, Entry]) -> str | None:
+def find_foreign_format(entries: Mapping[str, Entry]) -> str | None:
     """Return the format of a foreign checkpoint; None for all other folders."""
     if PUBLISHED in entries or any(map(is_state_file, entries)) or holds_atoms(entries):
         return None
@@ -313,7 +313,7 @@ def read_model_rank(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def read_optim_ranks(name: str) -> tuple[int, int] | None:
+def read_shard_ranks(name: str) -> tuple[int, int] | None:
     """Parse the (model-parallel, data-parallel) ranks in a file's name; else None."""
     if match := _OPTIM.fullmatch(strip_writer(name)):
         return int(match[3]), int(match[2])
@@ -321,7 +321,7 @@ def read_optim_ranks(name: str) -> tuple[int, int] | None:
     return (int(match[2]), int(match[1])) if match else None
 
 
-def holds_run(name: str) -> bool:
+def holds_counters(name: str) -> bool:
     """Return True for model states with the counters of the run."""
     return any(pattern.fullmatch(strip_writer(name)) for pattern in (_MODEL, _MODEL_ZERO3))
 

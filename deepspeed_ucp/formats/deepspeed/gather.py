@@ -29,7 +29,7 @@ from ...model.wrappers import Form
 from ..findings import COPY, WARNING, Finding, from_error, from_failure, make_error
 from ..foreign.names import ADAPTER, SAFETENSORS, SCALER, STATE_DICT, TRAINER_STATE, find_format
 from ..latest import LATEST, read_tag
-from ..locations import FileTable, describe_hosts, hold_copies, list_variants
+from ..locations import FileTable, are_places_alike, describe_hosts, list_variants
 from .files import SEAL, Key, read_model_rank, scan_if_there, strip_writer
 from .headers import FileHeader, HeaderDelta, HeaderTemplate, encode_header
 from .reading import read_file
@@ -155,7 +155,7 @@ def identify_save(save: Save, results: ReadResults) -> list[Finding]:
     """
     try:
         save.first = _choose_first(save, results)
-        save.extensions = find_for_save(save, partial(_find_first, save, results))
+        save.extensions = find_for_save(save, partial(_find_readable, save, results))
         save.expected = name_expected_files(save)
     except (CheckpointError, UnsupportedError) as error:
         save.first, save.extensions = [], []
@@ -173,7 +173,7 @@ def _explain_unidentified(folder: str, error: UcpError) -> list[Finding]:
     ]
 
 
-def _find_first(save: Save, results: ReadResults, role: str, keys: Iterable[Key] | None = None) -> FileHeader | None:
+def _find_readable(save: Save, results: ReadResults, role: str, keys: Iterable[Key] | None = None) -> FileHeader | None:
     """Return the first readable header of a role's files, in the order of their ranks."""
     files = save.names[role]
     read = (results[files[key]] for key in sorted(files if keys is None else keys))
@@ -182,7 +182,7 @@ def _find_first(save: Save, results: ReadResults, role: str, keys: Iterable[Key]
 
 def _choose_first(save: Save, results: ReadResults) -> list[FileHeader]:
     """Return the first readable model header and its optimizer header, if any."""
-    plain, sharded = (_find_first(save, results, role) for role in ("model", "model_zero3"))
+    plain, sharded = (_find_readable(save, results, role) for role in ("model", "model_zero3"))
     candidates = []
     mate = _find_optim(save, results, plain, Form.PARTITIONS)
     optim = plain.require_model().optim if plain else None
@@ -222,7 +222,7 @@ def _find_optim(save: Save, results: ReadResults, model: FileHeader | None, form
     usual = "bf16_" if find_precision(model.config) == "bfloat16" else ""
     keys = save.names["optim"]
     for prefix in sorted({prefix for prefix, _, _ in keys}, key=lambda prefix: (prefix != usual, prefix)):
-        header = _find_first(save, results, "optim", (key for key in keys if key[0] == prefix))
+        header = _find_readable(save, results, "optim", (key for key in keys if key[0] == prefix))
         if header and header.require_optim().traits.form is form:
             return header
     return None
@@ -264,7 +264,7 @@ def _slim(header: FileHeader, first: FileHeader, *, repeats: bool) -> FileHeader
     model = replace(model, degrees=model.degrees or known.degrees)
     if repeats:
         model = replace(model, module={}, buffers=(), param_shapes=(), shared={}, facts={})
-    return replace(header, model=replace(model, hints=hints, others=()))
+    return replace(header, model=replace(model, hints=hints, client_storages=()))
 
 
 # -- faults and warnings ----------------------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ def _find_late(where: FileTable, headers: Sequence[FileHeader]) -> list[Finding]
     """Warn of files written at another time; judge copies of a save place by place."""
     names = [header.name for header in headers]
     late = find_late_files(where.folder, where.entries, names)
-    if not late or not hold_copies(where, {header.name: header.crc for header in headers}):
+    if not late or not are_places_alike(where, {header.name: header.crc for header in headers}):
         return late
     places = zip(where.folders, where.visible, strict=True)
     return [finding for folder, entries in places for finding in find_late_files(folder, entries, names)]
@@ -379,8 +379,8 @@ def _find_gap(folder: str, times: Sequence[tuple[float, str]], slack: float) -> 
     older, newer = [name for _, name in times[:at]], [name for _, name in times[at:]]
     fewer, others = (older, "before") if len(older) < len(newer) else (newer, "after")
     text = (
-        f"{folder}: {shorten(fewer)} were written {_name_span(gap)} {others} the other files. An interrupted save over "
-        "an older one leaves files of both, which no other check may detect; load another tag in that case."
+        f"{folder}: {shorten(fewer)} were written {_format_duration(gap)} {others} the other files. An interrupted "
+        "save over an older one leaves files of both, which no other check may detect; load another tag in that case."
     )
     return Finding("times", fewer[0], text, WARNING, tuple(fewer))
 
@@ -415,13 +415,13 @@ def _find_newer(folder: str, written: float, slack: float) -> list[Finding]:
         return []
     text = (
         f"{folder}: {shorten(weights)} and {TRAINER_STATE} in its parent folder were written "
-        f"{_name_span(entries[weights[0]].changed - written)} later. If they are of a save of weights alone "
+        f"{_format_duration(entries[weights[0]].changed - written)} later. If they are of a save of weights alone "
         f"(save_only_model), this tag is older; to start from these weights, move the tag and `{LATEST}` away."
     )
     return [Finding("times", weights[0], text, WARNING)]
 
 
-def find_other_step(file: str, steps: Any, counted: Any = None) -> list[Finding]:
+def find_step_mismatch(file: str, steps: Any, counted: Any = None) -> list[Finding]:
     """Warn if a step count differs from the optimizer's by more than skipped steps.
 
     The optimizer may have taken fewer steps: a trainer also counts steps that fp16 has skipped and, with DeepSpeed and
@@ -446,7 +446,7 @@ def find_other_step(file: str, steps: Any, counted: Any = None) -> list[Finding]
     return [Finding("foreign", os.path.basename(file), text, WARNING)]
 
 
-def _name_span(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     for unit, name in ((86400, "days"), (3600, "hours"), (60, "minutes")):
         if seconds >= 2 * unit:
             return f"{seconds / unit:.0f} {name}"

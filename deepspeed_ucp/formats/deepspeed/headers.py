@@ -78,7 +78,7 @@ class TensorStates:
     other: dict[str, str] = field(default_factory=dict)
     single: dict[str, Any] = field(default_factory=dict)
 
-    def of_zero_dim(self) -> TensorStates:
+    def as_zero_dim(self) -> TensorStates:
         """Return a 0-dim parameter's states, which look like scalars; ``step`` stays one."""
         states = {name: piece for name, piece in self.zero_dim.items() if name != "step"}
         scalars = {name: value for name, value in self.scalars.items() if name not in states}
@@ -150,7 +150,7 @@ class ModelHeader:
         optim: the optimizer of stage 0; None if it has separate files, or is not saved.
         degrees: (pipeline, tensor) parallel degrees; None in older releases.
         hints: as in :class:`~deepspeed_ucp.model.index.AtomicIndex`.
-        others: storages of the client's tensors.
+        client_storages: storages of the client's tensors.
         batch: batch sizes in its ds_config, by DeepSpeed's names.
         helpers: as in :class:`~deepspeed_ucp.model.index.AtomicIndex`.
         shard_size: ranks over which MiCS partitions, of which only the first group saves; 0 without MiCS.
@@ -165,7 +165,7 @@ class ModelHeader:
     shared: dict[str, str]
     counters: dict[str, Any]
     optim: OptimHeader | None
-    others: tuple[Record, ...] = ()
+    client_storages: tuple[Record, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
     degrees: tuple[int, int] | None = None
     hints: dict[str, Any] = field(default_factory=dict)
@@ -243,16 +243,16 @@ def _list_pieces(header: FileHeader) -> list[Piece]:
     return header.optim.list_pieces() if header.optim else list((header.layer or {}).values())
 
 
-def _number_pieces(header: FileHeader) -> bytes:
+def _encode_pieces(header: FileHeader) -> bytes:
     """Encode all pieces of a header as consecutive :data:`PIECE` items."""
     numbers = list[int]()
     for piece in _list_pieces(header):
         offset, nbytes, crc = piece.record
         numbers += (offset, nbytes, -1 if crc is None else crc, piece.offset, piece.numel)
-    return _pack(numbers)
+    return _pack_integers(numbers)
 
 
-def _pack(numbers: Collection[int]) -> bytes:
+def _pack_integers(numbers: Collection[int]) -> bytes:
     return struct.pack(f"<{len(numbers)}q", *numbers)
 
 
@@ -315,16 +315,16 @@ class HeaderTemplate:
         """Return the numbers of a tensor's pieces."""
         return range(self.starts[tensor], self.starts[tensor + 1])
 
-    def make_piece(self, number: int, numbers: bytes) -> Piece:
+    def make_piece(self, number: int, encoded: bytes) -> Piece:
         like = self._pieces[number]
-        offset, nbytes, crc, start, numel = _PIECE.unpack_from(numbers, number * _PIECE.size)
+        offset, nbytes, crc, start, numel = _PIECE.unpack_from(encoded, number * _PIECE.size)
         shape = (numel,) if len(like.shape) == 1 else like.shape
         record = Record(offset, nbytes, None if crc < 0 else crc)
         return Piece(record, start, shape, like.dtype, like.fault)
 
-    def make_states(self, tensor: int, numbers: bytes) -> TensorStates:
+    def make_states(self, tensor: int, encoded: bytes) -> TensorStates:
         like = self.optim.tensors[tensor]
-        made = iter([self.make_piece(number, numbers) for number in self.list_states(tensor)])
+        made = iter([self.make_piece(number, encoded) for number in self.list_states(tensor)])
         states = {name: next(made) for name in like.states}
         return replace(like, states=states, zero_dim={name: next(made) for name in like.zero_dim})
 
@@ -332,26 +332,26 @@ class HeaderTemplate:
 class LazyParts(Sequence[T]):
     """Masters or tensors of an optimizer's file, built on demand by ``make``."""
 
-    __slots__ = ("length", "make", "numbers", "template")
+    __slots__ = ("encoded", "length", "make", "template")
 
-    def __init__(self, numbers: bytes, length: int, make: Callable[[int, bytes], T], template: HeaderTemplate) -> None:
-        self.numbers, self.length, self.make, self.template = numbers, length, make, template
+    def __init__(self, encoded: bytes, length: int, make: Callable[[int, bytes], T], template: HeaderTemplate) -> None:
+        self.encoded, self.length, self.make, self.template = encoded, length, make, template
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, at: Any) -> Any:
         """Build a part; slices are not supported."""
-        return self.make(range(self.length)[at], self.numbers)
+        return self.make(range(self.length)[at], self.encoded)
 
 
 class PrefixedTensors(Mapping[str, Piece]):
     """The tensors of a state_dict by name, built on demand."""
 
-    __slots__ = ("numbers", "prefix", "template")
+    __slots__ = ("encoded", "prefix", "template")
 
-    def __init__(self, template: HeaderTemplate, numbers: bytes, prefix: str) -> None:
-        self.template, self.numbers, self.prefix = template, numbers, prefix
+    def __init__(self, template: HeaderTemplate, encoded: bytes, prefix: str) -> None:
+        self.template, self.encoded, self.prefix = template, encoded, prefix
 
     def __len__(self) -> int:
         return len(self.template.ends)
@@ -362,7 +362,7 @@ class PrefixedTensors(Mapping[str, Piece]):
     def __getitem__(self, name: str) -> Piece:
         if not name.startswith(self.prefix):
             raise KeyError(name)
-        return self.template.make_piece(self.template.ends[name[len(self.prefix) :]], self.numbers)
+        return self.template.make_piece(self.template.ends[name[len(self.prefix) :]], self.encoded)
 
 
 class HeaderDelta(NamedTuple):
@@ -370,7 +370,7 @@ class HeaderDelta(NamedTuple):
 
     Attributes:
         template: packed; empty for the template of a header that every rank has.
-        numbers: its encoded pieces.
+        encoded: its pieces, as :data:`PIECE` items.
     """
 
     template: bytes
@@ -379,11 +379,11 @@ class HeaderDelta(NamedTuple):
     crc: int | None
     writer: dict[str, Any]
     variables: _Variables
-    numbers: bytes
+    encoded: bytes
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the numbers as integers: most take a few bytes."""
-        return _restore_delta, (*self[:-1], struct.unpack(f"<{len(self.numbers) // 8}q", self.numbers))
+        return _restore_delta, (*self[:-1], struct.unpack(f"<{len(self.encoded) // 8}q", self.encoded))
 
     def decode(self, known: dict[bytes, HeaderTemplate]) -> FileHeader:
         """Return the header; a new template is added to ``known`` by its packed form."""
@@ -393,11 +393,11 @@ class HeaderDelta(NamedTuple):
         header, optim = template.header, template.header.optim
         layer: Mapping[str, Piece] | None = None
         if optim is None:
-            layer = PrefixedTensors(template, self.numbers, *self.variables)
+            layer = PrefixedTensors(template, self.encoded, *self.variables)
         else:
             slices, paddings = self.variables
-            masters = LazyParts(self.numbers, len(optim.masters), template.make_piece, template)
-            tensors = LazyParts(self.numbers, len(optim.tensors), template.make_states, template)
+            masters = LazyParts(self.encoded, len(optim.masters), template.make_piece, template)
+            tensors = LazyParts(self.encoded, len(optim.tensors), template.make_states, template)
             optim = replace(optim, masters=masters, tensors=tensors, slices=slices, paddings=paddings)
         return FileHeader(  # dataclasses.replace takes several times as long, and each rank decodes all headers
             name=self.name,
@@ -416,7 +416,7 @@ class HeaderDelta(NamedTuple):
 
 
 def _restore_delta(*fields: Any) -> HeaderDelta:
-    return HeaderDelta._make((*fields[:-1], _pack(fields[-1])))
+    return HeaderDelta._make((*fields[:-1], _pack_integers(fields[-1])))
 
 
 def encode_header(
@@ -439,7 +439,7 @@ def encode_header(
     if template != first and template not in known:
         known[template] = template.pack()
     sent = known.get(template, b"")
-    return HeaderDelta(sent, header.name, header.size, header.crc, header.writer, variables, _number_pieces(header))
+    return HeaderDelta(sent, header.name, header.size, header.crc, header.writer, variables, _encode_pieces(header))
 
 
 def find_prefix(names: Collection[str]) -> str:
@@ -456,17 +456,17 @@ class FileBatch:
     Attributes:
         all_files: all files with the template.
         table: a :data:`PIECE` for each of these and each piece.
-        numbers: of all files in the index; empty until a record of theirs is numbered.
-        records: piece → number of the first file's record in the index; those of all other files follow. All selections
-            of the files share both.
+        file_numbers: of all files in the index; empty until a record of theirs is numbered.
+        record_numbers: piece → number of the first file's record in the index; those of all other files follow.
+            All selections of the files share ``file_numbers`` and this.
         files, parts: the selected files, by their places, and the partition that each holds.
     """
 
     template: HeaderTemplate
     all_files: list[FileHeader]
     table: npt.NDArray[np.void]
-    numbers: array[int] = field(default_factory=partial(array, "q"))
-    records: dict[int, int] = field(default_factory=dict)
+    file_numbers: array[int] = field(default_factory=partial(array, "q"))
+    record_numbers: dict[int, int] = field(default_factory=dict)
     files: list[int] = field(default_factory=list)
     parts: list[int] = field(default_factory=list)
 
@@ -489,7 +489,7 @@ class FileBatch:
         """The selected files' rows in the table."""
         return np.array(self.files, np.int64)
 
-    def make_piece(self, piece: int) -> Piece:
+    def make_first_piece(self, piece: int) -> Piece:
         return self.template.make_piece(piece, self.table[self.files[0]].tobytes())
 
     def pick(self, piece: int, field: str) -> array[int]:
@@ -502,7 +502,7 @@ class FileBatch:
         recorded = optim.traits.strips_padding and group < len(optim.paddings)
         return self.paddings[group] if recorded else [0] * len(self.files)
 
-    def split(self) -> Iterator[FileBatch]:
+    def split_by_file(self) -> Iterator[FileBatch]:
         return (replace(self, files=[file], parts=[part]) for file, part in zip(self.files, self.parts, strict=True))
 
 
@@ -516,12 +516,12 @@ def batch_files(headers: Iterable[FileHeader]) -> Batches:
     for header in headers:
         parts = header.optim.masters if header.optim else header.layer
         if isinstance(parts, (LazyParts, PrefixedTensors)):
-            groups.setdefault(parts.template, []).append((header, parts.numbers))
+            groups.setdefault(parts.template, []).append((header, parts.encoded))
         else:
-            groups.setdefault(HeaderTemplate(header), []).append((header, _number_pieces(header)))
+            groups.setdefault(HeaderTemplate(header), []).append((header, _encode_pieces(header)))
     batches: Batches = {}
     for template, files in groups.items():
-        table = np.frombuffer(b"".join(numbers for _, numbers in files), PIECE)
+        table = np.frombuffer(b"".join(encoded for _, encoded in files), PIECE)
         batch = FileBatch(template, [header for header, _ in files], table.reshape(len(files), len(template.firsts)))
         batches.update({header.name: (batch, file) for file, (header, _) in enumerate(files)})
     return batches

@@ -32,7 +32,7 @@ def read_hints(tree: Mapping[Any, Any]) -> dict[str, Any]:
     fields = _get_fields(tree.get("args"))
     if fields is not None:
         plain = {str(key): simplify_object(value) for key, value in fields.items()}
-        hints["args"] = {key: value for key, value in plain.items() if _is_flat(value) and _is_flat(fields[key])}
+        hints["args"] = {key: value for key, value in plain.items() if _is_basic(value) and _is_basic(fields[key])}
     for key in _NUMBERS:
         value = simplify_object(tree.get(key))
         if isinstance(value, (int, float)):
@@ -58,7 +58,7 @@ def simplify_object(value: Any) -> Any:
     if isinstance(value, TensorRef):
         return None if value.data is None else value.item()
     if isinstance(value, PickledObject):
-        return _simplify_made(value)
+        return _simplify_instance(value)
     return None if (plain := to_member(value)) is value else plain
 
 
@@ -68,7 +68,7 @@ def _simplify_key(key: Any) -> Any:
     return describe(key) if isinstance(key, int) else str(key)
 
 
-def _simplify_made(value: PickledObject) -> Any:
+def _simplify_instance(value: PickledObject) -> Any:
     kind = value.kind.rpartition(".")[2]
     fields = _get_fields(value)
     if fields is not None:
@@ -97,7 +97,7 @@ def _get_fields(value: Any) -> dict[Any, Any] | None:
     return None
 
 
-def _is_flat(value: Any) -> bool:
+def _is_basic(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(isinstance(item, _PLAIN) for item in value)
     return isinstance(value, _PLAIN) or (isinstance(value, TensorRef) and value.shape == ())
@@ -119,11 +119,11 @@ def join_hints(hints: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
             continue
         for key in (INFO, *_NUMBERS):
             if key in read and read[key] != joined.get(key):
-                joined[key] = _unite(joined.get(key), read[key], (first, path, key))
+                joined[key] = _merge_values(joined.get(key), read[key], (first, path, key))
     return joined
 
 
-def _unite(one: Any, other: Any, where: tuple[str, str, str]) -> Any:
+def _merge_values(one: Any, other: Any, where: tuple[str, str, str]) -> Any:
     if one == other or other is None:
         return one
     if one is None:
@@ -131,7 +131,7 @@ def _unite(one: Any, other: Any, where: tuple[str, str, str]) -> Any:
     if isinstance(one, dict) and isinstance(other, dict):
         first, path, key = where
         both = {**one, **other}
-        return {name: _unite(one.get(name), other.get(name), (first, path, f"{key}[{name!r}]")) for name in both}
+        return {name: _merge_values(one.get(name), other.get(name), (first, path, f"{key}[{name!r}]")) for name in both}
     if isinstance(one, list) and isinstance(other, list):
         return [*one, *(item for item in other if item not in one)]
     raise CheckpointError(

@@ -35,7 +35,7 @@ def build_index(save: Save, naming: Naming) -> AtomicIndex:
     atoms = builder.finish_atoms()
     optim, stage = _find_optim(save), int(save.zero.get("stage") or 0)
     flats = builder.ranks[0].flats
-    has_lost = not optim and _has_trained(save)
+    has_lost = not optim and _had_optimizer(save)
     wrapper = optim.traits if optim else find_wrapper(STATELESS if has_lost else BARE)
     groups = join_groups(save, builder.ranks)
     precision = find_saved_precision(save, atoms, flats, groups)
@@ -59,14 +59,14 @@ def build_index(save: Save, naming: Naming) -> AtomicIndex:
     return index if optim else replace(index, stateless=_describe_stateless(save))
 
 
-def _has_trained(save: Save) -> bool:
+def _had_optimizer(save: Save) -> bool:
     return any(model.owned for model in save.first_models)
 
 
 def _describe_stateless(save: Save) -> str:
     """Explain why a save has no optimizer states, with a remedy."""
     folder, remedy = save.folder, "For the weights alone load with load_optimizer_states=False"
-    if not _has_trained(save):
+    if not _had_optimizer(save):
         return f"{folder}: holds no optimizer states: the run that saved it had no optimizer. {remedy}."
     in_bf16 = find_precision(save.main.config) == "bfloat16"
     in_fp32 = (save.main.config.get("data_types") or {}).get("grad_accum_dtype") == "fp32"
@@ -90,7 +90,7 @@ def make_index(
     """Combine a builder's parts, the model states, and the scaler of ``optim``."""
     save = builder.save
     model = save.model(0)
-    client = tuple(builder.record(save.main, record) for record in model.others)
+    client = tuple(builder.number_record(save.main, record) for record in model.client_storages)
     batch = {key: count for key, count in model.batch.items() if key != BATCH_SIZES[1]}  # a property of the topology
     index = AtomicIndex(
         files=tuple(builder.files),

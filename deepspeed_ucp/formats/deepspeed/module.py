@@ -53,14 +53,14 @@ def add_modules(builder: Builder, optimized: set[str]) -> None:
             elif name in optimized and not is_sharded:
                 builder.add(rank, name, COPY, header, piece)
         if is_sharded and mp == 0:
-            ties, ambiguous = _tie_repeated(modules[mp], {*optimized, *model.frozen_shapes, *buffers}, ties)
+            ties, ambiguous = _find_module_ties(modules[mp], {*optimized, *model.frozen_shapes, *buffers}, ties)
             builder.ambiguous = tuple(ambiguous)
         builder.aliases = {**ties, **builder.aliases}
     for extension in save.extensions:
         extension.add_tensors(builder, optimized, ())
 
 
-def _tie_repeated(
+def _find_module_ties(
     tensors: Mapping[str, Piece], owned: Collection[str], ties: Mapping[str, str]
 ) -> tuple[dict[str, str], list[str]]:
     """Find ties of modules that are registered under several names of one parent.
@@ -206,7 +206,7 @@ def match_names(keys: list[str], names: set[str]) -> dict[str, str]:
     known = set(keys)
     pairs: dict[str, str] = {}
     for name in names:
-        fits = [name] if name in known else _fit(name, known, ends)
+        fits = [name] if name in known else _find_candidates(name, known, ends)
         if len(fits) == 1:
             pairs[name] = fits[0]
     used = Counter(pairs.values())
@@ -218,7 +218,7 @@ def match_names(keys: list[str], names: set[str]) -> dict[str, str]:
     return matched
 
 
-def _fit(name: str, keys: set[str], ends: Mapping[str, list[str]]) -> list[str]:
+def _find_candidates(name: str, keys: set[str], ends: Mapping[str, list[str]]) -> list[str]:
     parts = name.split(".")
     shorter = [tail for start in range(1, len(parts)) if (tail := ".".join(parts[start:])) in keys]
     return shorter[:1] or ends.get(name, [])

@@ -49,7 +49,7 @@ class Naming:
         optimizer: False omits the optimizer's states; names then only identify a pipeline's tied modules.
         dual: the live pipeline has two stages on every rank (DualPipeV).
         keys: key in the live module's state dict → parameter or buffer, if they differ.
-        record: returns the names in the live module's state dict, in its order.
+        list_recorded: returns the names in the live module's state dict, in its order.
         ep: degree ep of the live run (:class:`~deepspeed_ucp.model.topology.Topology`); ``live`` has the first rank's
             names in front. 0 if unknown.
     """
@@ -63,13 +63,13 @@ class Naming:
     dual: bool = False
     keys: Mapping[str, str] = field(default_factory=dict)
     rename: FindRenames = lambda saved, live: {}
-    record: Callable[[], Iterable[str]] | None = None
+    list_recorded: Callable[[], Iterable[str]] | None = None
     ep: int = 0
 
-    def translate(self, save: Save) -> Naming:
+    def use_saved_names(self, save: Save) -> Naming:
         """Return the naming with the files' names; ties get the name in the optimizer."""
         live = {strip_compiled(name) for group in self.live or () for name, _ in group}
-        old = self.rename(_list_names(save), live) if live else {}
+        old = self.rename(_list_saved_names(save), live) if live else {}
         old = {name: old.get(name, name) for name in {*live, *self.order}}
         ties = find_all_ties(save, old.values()) if live and not save.is_pipeline else {}
         old = {name: new for name, saved in old.items() if (new := ties.get(saved, saved)) != name}
@@ -77,12 +77,12 @@ class Naming:
             return self
         named = [[(old.get(strip_compiled(name), name), owned) for name, owned in group] for group in self.live]
         order = {old.get(name, name): old.get(first, first) for name, first in self.order.items()}
-        record = self.record
-        renamed = record and (lambda: (old.get(name, name) for name in record()))
-        return replace(self, live=named, order=order, record=renamed)
+        list_recorded = self.list_recorded
+        renamed = list_recorded and (lambda: (old.get(name, name) for name in list_recorded()))
+        return replace(self, live=named, order=order, list_recorded=renamed)
 
 
-def _list_names(save: Save) -> set[str]:
+def _list_saved_names(save: Save) -> set[str]:
     named: list[Mapping[str, object]] = [{} if model.nested else model.module or {} for model in save.first_models]
     named += [header.layer or {} for files in save.further.values() for header in files.values()]
     pairs = [pair for files in save.layers for pair in files.items()]
@@ -298,7 +298,7 @@ class ModuleOrder:
         before: places in the saved module.
         shapes: parameter → shape in the saved module.
         pipeline: each layer's file orders only the layer's parameters.
-        record: returns the places in the live module's state dict, whose order may differ.
+        number_recorded: returns the places in the live module's state dict, whose order may differ.
         form: returns the name that has a parameter's place.
         apart: doubt about parameters in another unit than 0.
     """
@@ -308,21 +308,21 @@ class ModuleOrder:
     before: Positions
     shapes: Mapping[str, Shape]
     pipeline: bool = False
-    record: Callable[[], Positions] | None = None
+    number_recorded: Callable[[], Positions] | None = None
     form: Callable[[str], str] = str
     apart: str = ""
 
     def follow(self, groups: GroupNames, hyper: Sequence[Mapping[str, Any]]) -> GroupNames:
         """Return the live groups in the saved order; MismatchError if it is uncertain."""
         known = [self._list_known(group) for group in groups]
-        moved = [names for names in known if self._differ(names, self.now)]
-        swapped = [names for names in self._list_alike(known, hyper) if self._differ(names, self.now)]
-        recorded = self.record() if self.record and (moved or swapped) else self.now
-        if not any(self._differ(names, recorded) for names in (*moved, *swapped)):
+        moved = [names for names in known if self._is_moved(names, self.now)]
+        swapped = [names for names in self._list_alike(known, hyper) if self._is_moved(names, self.now)]
+        recorded = self.number_recorded() if self.number_recorded and (moved or swapped) else self.now
+        if not any(self._is_moved(names, recorded) for names in (*moved, *swapped)):
             return groups
         if doubt := self._find_doubt(moved, swapped, recorded):
             names = (moved or swapped)[0]
-            pair = zip(_sort(names, self.now), _sort(names, self.before), strict=True)
+            pair = zip(_sort_names(names, self.now), _sort_names(names, self.before), strict=True)
             one, other = next(both for both in pair if both[0] != both[1])
             raise MismatchError(
                 f"this run's module defines its parameters in another order ({one} before {other}; in the "
@@ -333,20 +333,20 @@ class ModuleOrder:
         pairs = zip(known, groups, strict=True)
         return [self._move(group, names) if names in moved else group for names, group in pairs]
 
-    def is_kept(self, group: Iterable[tuple[str, bool]]) -> bool:
+    def keeps_module_order(self, group: Iterable[tuple[str, bool]]) -> bool:
         """Return True if a group of the live optimizer has the module's order."""
         units: dict[int, list[str]] = defaultdict(list)
         for name in self._list_known(group):
             units[self.now[name][0]].append(name)
-        return all(map(self._is_sorted, units.values()))
+        return all(map(self._has_live_order, units.values()))
 
-    def _is_sorted(self, names: list[str]) -> bool:
-        return names == _sort(names, self.now)
+    def _has_live_order(self, names: list[str]) -> bool:
+        return names == _sort_names(names, self.now)
 
     def _find_doubt(self, moved: Sequence[list[str]], swapped: Sequence[list[str]], recorded: Positions) -> str:
         """Explain why the saved optimizer's order is uncertain; empty if it is certain."""
         affected = [name for names in (*moved, *swapped) for name in names]
-        if _sort(affected, recorded) != _sort(affected, self.now):
+        if _sort_names(affected, recorded) != _sort_names(affected, self.now):
             return "the model's state_dict has a different order, which hides the saved module's"
         if self.pipeline:
             return "their order in the optimizers of a pipeline's stages is not known"
@@ -354,7 +354,7 @@ class ModuleOrder:
             return "param groups of the same sizes may have changed places as well"
         if any(self.now[name][0] for name in affected):
             return self.apart
-        if not all(map(self._is_sorted, moved)):
+        if not all(map(self._has_live_order, moved)):
             return "the optimizer has them in a different order"
         return ""
 
@@ -370,20 +370,20 @@ class ModuleOrder:
             fields = hyper[number] if number < len(hyper) else {}
             fixed = sorted((key, repr(value)) for key, value in fields.items() if key not in CHANGING)
             sizes = sorted(self.shapes[name] for name in names)
-            alike[str(fixed), str(sizes)] += _sort(names, self.now)[:1]
+            alike[str(fixed), str(sizes)] += _sort_names(names, self.now)[:1]
         return list(alike.values())
 
-    def _differ(self, names: list[str], positions: Positions) -> bool:
-        return _sort(names, positions) != _sort(names, self.before)
+    def _is_moved(self, names: list[str], positions: Positions) -> bool:
+        return _sort_names(names, positions) != _sort_names(names, self.before)
 
     def _move(self, group: Sequence[tuple[str, bool]], names: list[str]) -> list[tuple[str, bool]]:
         """Return a group with the parameters ``names`` in the saved order."""
         items = {strip_compiled(item[0]): item for item in group}
-        moved = dict(zip(names, _sort(names, self.before), strict=True))
+        moved = dict(zip(names, _sort_names(names, self.before), strict=True))
         return [items[moved.get(name, name)] for name in items]
 
 
-def _sort(names: Iterable[str], positions: Positions) -> list[str]:
+def _sort_names(names: Iterable[str], positions: Positions) -> list[str]:
     return sorted(names, key=lambda name: positions.get(name, _LAST))
 
 
@@ -409,13 +409,13 @@ def compare_modules(
     shapes = {form(name): piece.shape for name, piece in tensors.items()}
     shapes |= {form(first): shapes[name] for name, first in live.items() if name in shapes}
 
-    def read_record() -> Positions:
-        names = [*naming.record()] if naming.record else []
+    def number_recorded() -> Positions:
+        names = [*naming.list_recorded()] if naming.list_recorded else []
         matched = match_names(names, set(live)) if save.model(0).nested else {}
         return number_names((form(matched.get(name, name)) for name in names), unit)
 
-    now, record = number_names(map(form, live.values()), unit), read_record if naming.record else None
-    return ModuleOrder(save.path(save.main), now, before, shapes, record=record, form=form, apart=apart)
+    now, recorded = number_names(map(form, live.values()), unit), number_recorded if naming.list_recorded else None
+    return ModuleOrder(save.path(save.main), now, before, shapes, number_recorded=recorded, form=form, apart=apart)
 
 
 def compare_layers(save: Save, naming: Naming, shapes: Mapping[str, Shape]) -> ModuleOrder:

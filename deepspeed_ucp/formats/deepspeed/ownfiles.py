@@ -75,13 +75,13 @@ def compare_own_files(model: str, optim: str | None, live: Mapping[str, Any]) ->
         return [f"{path} is missing" for path in missing]
     tree, others = read_header(model).tree, read_header(optim).tree if optim else {}
     with explain_form(model):
-        saved, facts = _list_facts(model, tree, others), dict(live)
+        saved, facts = _list_saved_facts(model, tree, others), dict(live)
     orders = saved[ORDER], facts.pop(ORDER, ())
     names = set(orders[0]).intersection(orders[1])
     before, now = ([name for name in order if name in names] for order in orders)
     moved = [f"{ORDER} {one} → {other}" for one, other in zip(before, now, strict=True) if one != other][:1]
     return moved + [
-        f"{key} {_show(saved.get(key))} → {_show(value)}" for key, value in facts.items() if saved.get(key) != value
+        f"{key} {_clip(saved.get(key))} → {_clip(value)}" for key, value in facts.items() if saved.get(key) != value
     ]
 
 
@@ -107,12 +107,12 @@ def list_own_globals(folder: str, member: int, members: int) -> dict[Use, str]:
     return paths
 
 
-def _show(value: Any) -> str:
+def _clip(value: Any) -> str:
     text = "not recorded" if value is None else str(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
-def _list_facts(model: str, tree: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+def _list_saved_facts(model: str, tree: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
     config = tree.get("ds_config")
     config = config if isinstance(config, dict) else {}  # a path
     state = others.get("optimizer_state_dict") or {}

@@ -53,7 +53,7 @@ def place_layers(save: Save, naming: Naming, live: GroupNames) -> list[NamedOpti
             )
         if divisions:
             _warn_two_ways(save, _TwoWays(save, named, module[0].shapes), dual=naming.dual)
-            return [_make_part(save, mp, divisions[0], named, module[mp % save.tp]) for mp in range(len(save.models))]
+            return [_name_rank(save, mp, divisions[0], named, module[mp % save.tp]) for mp in range(len(save.models))]
     for mp in range(save.tp):
         if any(strip_compiled(name) not in module[mp].shapes for group in live for name, _ in group):
             misfit = describe_misfit(save.optim(mp), save.model(mp), module[mp].shapes, live)
@@ -233,7 +233,7 @@ def fit_stage(
     return next((candidate for candidate in candidates if fits(candidate, optim, shapes)), None)
 
 
-def _make_part(
+def _name_rank(
     save: Save, mp: int, stages: Sequence[_Stage], named: Sequence[Sequence[str]], module: _TensorParallelRank
 ) -> NamedOptimizer:
     stage, header, optim = stages[mp // save.tp], save.models[mp][0], save.optim(mp)

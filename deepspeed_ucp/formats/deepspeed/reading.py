@@ -38,7 +38,7 @@ from ...torchsave.objects import (
 from ...torchsave.repickle import write_pickle
 from ...torchsave.torchfile import TorchFile, read_header
 from ..findings import REPORT, explain_form
-from .files import holds_run, is_state_file, strip_writer
+from .files import holds_counters, is_state_file, strip_writer
 from .headers import FileHeader, ModelHeader, OptimHeader, Piece, TensorStates, Unread
 from .hints import read_hints
 from .save import read_marks
@@ -181,7 +181,7 @@ def _convert(file: TorchFile, name: str) -> FileHeader:
         facts |= more_facts
         writer |= more_writer
     header = FileHeader(name, file.size, file.header_crc, list_globals(file), writer=writer, checked=not file.unchecked)
-    if "model_states" in name and not holds_run(os.path.basename(name)):
+    if "model_states" in name and not holds_counters(os.path.basename(name)):
         return replace(header, layer=_read_tensors(file, tree), extras=tuple(select_extra_states({"module": tree})))
     header = replace(
         header,
@@ -223,8 +223,8 @@ def _read_model(file: TorchFile, tree: dict[Any, Any]) -> ModelHeader:
     optimizer = tree.get("optimizer")
     optim = read_optim(file, optimizer) if isinstance(optimizer, dict) else None
     fragments = tree.get("frozen_param_fragments") or {}
-    frozen = _strip((name, make_piece(file, value, name)) for name, value in fragments.items())
-    frozen_shapes = field("frozen_param_shapes", lambda named: _strip(_as_shapes(named or {}).items()))
+    frozen = _key_by_atom_name((name, make_piece(file, value, name)) for name, value in fragments.items())
+    frozen_shapes = field("frozen_param_shapes", lambda named: _key_by_atom_name(_as_shapes(named or {}).items()))
     if lacking := frozen.keys() - frozen_shapes.keys():
         raise ValueError(f"no shape for {shorten(sorted(lacking))}")
     pieces = (*(module or {}).values(), *frozen.values(), *(optim.list_pieces() if optim else ()))
@@ -238,9 +238,9 @@ def _read_model(file: TorchFile, tree: dict[Any, Any]) -> ModelHeader:
         frozen=frozen,
         shared=dict(field("shared_params", _as_pairs)),
         counters=_read_counters(file, tree),
-        batch=field("ds_config", _read_batch),
+        batch=field("ds_config", _read_counts),
         optim=optim,
-        others=tuple(record for record in file.storages.values() if record not in known and record.nbytes),
+        client_storages=tuple(record for record in file.storages.values() if record not in known and record.nbytes),
         degrees=field("checkpoint_parallel_dimensions", _read_degrees),
         hints=read_hints(tree),
         helpers=tuple(key for key in HELPERS if tree.get(key) is not None),
@@ -259,7 +259,7 @@ def _read_tensors(file: TorchFile, module: dict[Any, Any]) -> dict[str, Piece]:
     """Return the tensors of a state_dict, nested or not, by names joined with dots."""
     if not isinstance(module, dict):
         raise TypeError("a module's state_dict is expected")
-    return _strip((name, make_piece(file, value, name)) for name, value in _walk_tensors(module))
+    return _key_by_atom_name((name, make_piece(file, value, name)) for name, value in _walk_tensors(module))
 
 
 def read_optim(file: TorchFile, state: dict[str, Any]) -> OptimHeader:
@@ -385,7 +385,7 @@ def _walk_tensors(module: dict[Any, Any]) -> Iterator[tuple[str, TensorRef]]:
             todo += [(f"{prefix}{key}", part) for key, part in reversed(value.items())]
 
 
-def _read_batch(config: Any) -> dict[str, int]:
+def _read_counts(config: Any) -> dict[str, int]:
     """Return a ds_config's positive counts: batch sizes and the plugin's own keys."""
     keys = (*BATCH_SIZES, ASKED, *BEGUN, SHUFFLED)
     sizes = {key: to_integer(config.get(key, 0)) for key in keys} if isinstance(config, dict) else {}
@@ -445,7 +445,7 @@ def _simplify(value: Any) -> Any:
     return to_number(value)
 
 
-def _strip(named: Iterable[tuple[str, T]]) -> dict[str, T]:
+def _key_by_atom_name(named: Iterable[tuple[str, T]]) -> dict[str, T]:
     """Return entries by atom name, without torch.compile's prefix; refuse duplicates."""
     stripped: dict[str, T] = {}
     for name, value in named:

@@ -17,7 +17,7 @@ from ...model.topology import find_label
 from ...torchsave.objects import PickledObject, has_more_parts
 from ..findings import FAULT, WARNING, Finding
 from ..locations import FileTable
-from .files import ROLES, Key, read_optim_ranks, sort_names
+from .files import ROLES, Key, read_shard_ranks, sort_names
 from .headers import FileHeader, ModelHeader, OptimHeader
 
 
@@ -128,7 +128,7 @@ class Save:
     @property
     def is_sharded(self) -> bool:
         """Whether each data-parallel rank has model states, without parameters (ZeRO 3)."""
-        return read_optim_ranks(self.main.name) is not None
+        return read_shard_ranks(self.main.name) is not None
 
     @property
     def first_models(self) -> list[ModelHeader]:
@@ -212,7 +212,7 @@ def name_shards(save: Save, prefix: str, mp: int, dp: int) -> list[str]:
 def name_model_files(save: Save, first: FileHeader) -> list[str]:
     """Return the expected names of all model states, given the first one's header."""
     ranks, dp = count_ranks(first.require_model())
-    if read_optim_ranks(first.name) is None:
+    if read_shard_ranks(first.name) is None:
         return [save.name("model", mp, 0) for mp in range(ranks)]
     return [save.name("model_zero3", mp, rank) for mp in range(ranks) for rank in range(dp)]
 
@@ -299,15 +299,15 @@ def read_marks(tree: Mapping[Any, Any], writer: str) -> dict[str, str]:
     marks = {
         _VERSION: str(tree.get("ds_version") or ""),
         _WRITER: writer,
-        _CONFIG: _digest(tree.get("ds_config"), _write),
-        _SCHEDULER: _digest(tree.get("lr_scheduler"), _write),
+        _CONFIG: _digest(tree.get("ds_config"), _to_text),
+        _SCHEDULER: _digest(tree.get("lr_scheduler"), _to_text),
         # without digits and other values than text, which may differ by rank
         _CLIENT: _digest(client, lambda value: re.sub(r"\d+", "", value) if isinstance(value, str) else ""),
     }
     return {name: mark for name, mark in marks.items() if mark}
 
 
-def _write(value: Any) -> str:
+def _to_text(value: Any) -> str:
     """Convert plain data to text; integers of any size to hexadecimal digits."""
     return hex(value) if type(value) is int else str(value)
 
@@ -335,7 +335,7 @@ def _digest(value: Any, write: Callable[[Any], str]) -> str:
 def find_foreign_files(save: Save) -> list[Finding]:
     """Return the first finding for each file of another step, run or world size."""
     by_file: dict[str, Finding] = {}
-    differences = (_compare(save, *comparison) for comparison in _list_comparisons(save))
+    differences = (_find_outliers(save, *comparison) for comparison in _list_comparisons(save))
     for finding in chain(_check_world_sizes(save), *differences):
         by_file.setdefault(finding.file, finding)
     return list(by_file.values())
@@ -351,9 +351,9 @@ def _check_world_sizes(save: Save) -> Iterator[Finding]:
             yield _describe_foreign(save, header, f"was saved by {counts} ranks, the model states say {save.dp}")
 
 
-def compare_optimizers(headers: Sequence[FileHeader]) -> Iterator[Comparison]:
+def list_optim_comparisons(headers: Sequence[FileHeader]) -> Iterator[Comparison]:
     """Yield the comparisons of fields that are equal in optimizer files of all ranks."""
-    yield from ((headers, name, _read_optim(name), FAULT) for name in _EVERYWHERE)
+    yield from ((headers, name, _make_optim_reader(name), FAULT) for name in _EVERYWHERE)
 
 
 def _list_comparisons(save: Save) -> Iterator[Comparison]:
@@ -361,11 +361,11 @@ def _list_comparisons(save: Save) -> Iterator[Comparison]:
     models, shards = list(chain(*save.models)), list(chain(*save.shards))
     files = [*models, *shards]
     yield models, "its step", _read_counters, FAULT
-    yield from chain(compare_optimizers(models), compare_optimizers(shards))
+    yield from chain(list_optim_comparisons(models), list_optim_comparisons(shards))
     further = [(mp, header) for files in save.further.values() for (mp, *_), header in files.items() if header.optim]
     if further:
         optims = [header for _, header in further]
-        yield from compare_optimizers(optims)
+        yield from list_optim_comparisons(optims)
         yield optims, "the optimizer's step", read_step, FAULT
         for stage in range(save.pp):
             yield [header for mp, header in further if mp // save.tp == stage], "groups", read_groups, FAULT
@@ -374,14 +374,14 @@ def _list_comparisons(save: Save) -> Iterator[Comparison]:
         for same_stage in (save.models[ranks], save.shards[ranks]):
             yield chain(*same_stage), "groups", read_groups, FAULT
     for name in ("partition_count", "alignment"):
-        yield from ((headers, name, _read_optim(name), FAULT) for headers in save.shards)
+        yield from ((headers, name, _make_optim_reader(name), FAULT) for headers in save.shards)
     yield [header for header in files if header.config], "its ds_config", lambda header: header.config, FAULT
     versions, configs = ([header for header in files if mark in header.marks] for mark in (_VERSION, _CONFIG))
-    yield versions, _VERSION, _read_mark(_VERSION), FAULT
-    yield shards, _WRITER, _read_mark(_WRITER), FAULT  # users sometimes rewrite model states
-    yield configs, _CONFIG, _read_mark(_CONFIG), WARNING
+    yield versions, _VERSION, _make_mark_reader(_VERSION), FAULT
+    yield shards, _WRITER, _make_mark_reader(_WRITER), FAULT  # users sometimes rewrite model states
+    yield configs, _CONFIG, _make_mark_reader(_CONFIG), WARNING
     for mark in (_SCHEDULER, _CLIENT):  # a script may save different strings on each rank
-        yield models, mark, _read_mark(mark), WARNING
+        yield models, mark, _make_mark_reader(mark), WARNING
 
 
 def _read_counters(header: FileHeader) -> dict[str, Any]:
@@ -389,11 +389,11 @@ def _read_counters(header: FileHeader) -> dict[str, Any]:
     return {**model.counters, "degrees": model.degrees}
 
 
-def _read_mark(mark: str) -> Callable[[FileHeader], Any]:
+def _make_mark_reader(mark: str) -> Callable[[FileHeader], Any]:
     return lambda header: header.marks.get(mark, "")
 
 
-def _read_optim(attribute: str) -> Callable[[FileHeader], Any]:
+def _make_optim_reader(attribute: str) -> Callable[[FileHeader], Any]:
     def read(header: FileHeader) -> Any:
         optim = header.optim or (header.model.optim if header.model else None)
         return getattr(optim, attribute) if optim else None
@@ -403,7 +403,7 @@ def _read_optim(attribute: str) -> Callable[[FileHeader], Any]:
 
 def read_groups(header: FileHeader) -> Any:
     """Return param groups; labeled ones are sorted, as their order differs by rank."""
-    groups = _read_optim("groups")(header)
+    groups = _make_optim_reader("groups")(header)
     return groups and tuple(sorted(groups, key=find_label))
 
 
@@ -414,7 +414,7 @@ def read_step(header: FileHeader) -> Any:
     return max((fields["step"] for fields in values if isinstance(fields.get("step"), (int, float))), default=None)
 
 
-def _compare(
+def _find_outliers(
     save: Save, headers: Iterable[FileHeader], label: str, read: Callable[[FileHeader], Any], severity: str
 ) -> Iterator[Finding]:
     alike: list[tuple[Any, list[FileHeader]]] = []
@@ -431,7 +431,7 @@ def _compare(
     usual, most = max(alike, key=lambda pair: len(pair[1]))
     for value, foreign in alike:
         for header in foreign if foreign is not most else ():
-            fault = f"{label} differs from that of {most[0].name} ({_contrast(value, usual)})"
+            fault = f"{label} differs from that of {most[0].name} ({_describe_difference(value, usual)})"
             yield _describe_foreign(save, header, fault, severity)
 
 
@@ -444,13 +444,13 @@ def _describe_foreign(save: Save, header: FileHeader, fault: str, severity: str 
     return Finding("foreign", header.name, f"{save.path(header)}: {fault}. {advice}", severity)
 
 
-def _contrast(mine: Any, other: Any) -> str:
+def _describe_difference(actual: Any, usual: Any) -> str:
     """Describe the difference of two values; for param groups and dicts, by key."""
-    if isinstance(mine, tuple) and isinstance(other, tuple) and len(mine) == len(other):
-        for index, (left, right) in enumerate(zip(mine, other, strict=True)):
+    if isinstance(actual, tuple) and isinstance(usual, tuple) and len(actual) == len(usual):
+        for index, (left, right) in enumerate(zip(actual, usual, strict=True)):
             if repr(left) != repr(right) and isinstance(left, dict) and isinstance(right, dict):
-                return f"group {index}: {_contrast(left, right)}"
-    if isinstance(mine, dict) and isinstance(other, dict):
-        keys = [key for key in {**mine, **other} if repr(mine.get(key)) != repr(other.get(key))]
-        return ", ".join(f"{key} {mine.get(key)} ≠ {other.get(key)}" for key in keys)
-    return f"{mine} ≠ {other}"
+                return f"group {index}: {_describe_difference(left, right)}"
+    if isinstance(actual, dict) and isinstance(usual, dict):
+        keys = [key for key in {**actual, **usual} if repr(actual.get(key)) != repr(usual.get(key))]
+        return ", ".join(f"{key} {actual.get(key)} ≠ {usual.get(key)}" for key in keys)
+    return f"{actual} ≠ {usual}"

@@ -27,7 +27,7 @@ logger = logging.getLogger("deepspeed_ucp")
 
 def build_stage0(builder: Builder, naming: Naming) -> None:
     """Add the module's tensors, and the optimizer's masters and states by ``naming``."""
-    save, naming = builder.save, naming.translate(builder.save)
+    save, naming = builder.save, naming.use_saved_names(builder.save)
     live = naming.live
     wrapper = save.model(0).optim
     if wrapper is None or wrapper.traits.is_cut or not naming.optimizer:  # BF16_Optimizer has separate files
@@ -55,10 +55,10 @@ def _warn_lost(save: Save, lost: Collection[str]) -> None:
 
 def _add_optimizers(builder: Builder, live: GroupNames | None, naming: Naming) -> None:
     save = builder.save
-    parts = _name_parts(save, live, naming)
+    parts = _name_optimizers(save, live, naming)
     for part in parts:
         check_order(part, naming.hyper, save.path(part.header))
-    trained = [_find_trained(part, live) for part in parts]
+    trained = [_find_trained_shapes(part, live) for part in parts]
     losses = [part.find_lost() for part in parts]
     _warn_lost(save, dict.fromkeys(chain(*losses)))
     owned = [
@@ -71,7 +71,7 @@ def _add_optimizers(builder: Builder, live: GroupNames | None, naming: Naming) -
         add_optimizer(builder, rank, part, shapes, ordered)
 
 
-def _name_parts(save: Save, live: GroupNames | None, naming: Naming) -> list[NamedOptimizer]:
+def _name_optimizers(save: Save, live: GroupNames | None, naming: Naming) -> list[NamedOptimizer]:
     if live is None and (save.optim(0).names is None or save.is_pipeline):
         raise MismatchError(
             "stage 0 saves no parameter names, and there is no live engine to name them. Describe the optimizer's "
@@ -99,7 +99,7 @@ def name_optimizer(save: Save, mp: int, live: GroupNames | None) -> NamedOptimiz
     return NamedOptimizer(header, optim, groups, shapes, tensors, mp)
 
 
-def _find_trained(part: NamedOptimizer, live: GroupNames | None) -> dict[str, Shape]:
+def _find_trained_shapes(part: NamedOptimizer, live: GroupNames | None) -> dict[str, Shape]:
     """Return the shapes of the parameters that the optimizer trained.
 
     Parameters that are frozen now and had no states were frozen then: older releases list them in the groups.
@@ -179,7 +179,7 @@ def _add_buffer(
     for cut in cuts if master is None else ():
         builder.add(rank, cut.name, MASTER, *part.tensors[cut.name])
     if not part.optim.traits.is_flat and not part.shapes[local.names[0]]:
-        states = states.of_zero_dim()
+        states = states.as_zero_dim()
     params = [rank.param(cut.name) for cut in cuts]
     for state, piece in builder.classify_states(params, states, buffer.partition, part.header).items():
         builder.add_cuts(rank, state, cuts, part.header, piece)

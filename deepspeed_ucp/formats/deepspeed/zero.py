@@ -95,7 +95,7 @@ def _add_rank(builder: Builder, rank: SavedRank, shares: Sequence[Sequence[Group
             hypers.append({} if owner is None else drop_labels(first.groups[owner]))
         if save.is_sharded:
             _check_partitions(save, rank.pp_rank, index, group_shares)
-        for sizes, grouped in groupby(group_shares, partial(_measure, save, rank.pp_rank, index)):
+        for sizes, grouped in groupby(group_shares, partial(_measure_partitions, save, rank.pp_rank, index)):
             alike = list(grouped)
             ranks = tuple(share.ranks for share in alike)
             if ranks not in holders:
@@ -125,7 +125,7 @@ def _lay_out(
 
     Args:
         shard: file of the first of these ranks.
-        parts, partition: as of :func:`_measure`.
+        parts, partition: as of :func:`_measure_partitions`.
     """
     optim, sharded = shard.require_optim(), partition is None
     gaps = optim.alignment[index] if index < len(optim.alignment) else ()
@@ -197,7 +197,7 @@ class _BufferAdder:
         builder, shards, layout = self.builder, self.shards, self.buffers[0]
         apart = bool(builder.save.swaps) or _keeps_whole_momentum(builder.save, shards[0].require_optim(), self.index)
         for files in self.batches:
-            for batch in files.split() if apart else (files,):
+            for batch in files.split_by_file() if apart else (files,):
                 self._add_batch(batch)
         for number, buffer in enumerate(self.buffers):
             partitions = slice(number * layout.parts, (number + 1) * layout.parts)
@@ -232,21 +232,21 @@ class _BufferAdder:
         swaps = self.builder.save.swaps.get((first.name, self.index), {})
         for state, header in swaps.items():
             if header.swap is not None:
-                record = self.builder.record(header, header.swap.record)
-                self._put(state, header.swap, batch.parts, array("q", [record]), array("q", [header.swap.offset]))
+                record = self.builder.number_record(header, header.swap.record)
+                self._store(state, header.swap, batch.parts, array("q", [record]), array("q", [header.swap.offset]))
         if not swaps:
             self._check_masters(batch)
-            self._put_pieces(MASTER, self.index, batch)
+            self._record_pieces(MASTER, self.index, batch)
         if self.index < len(batch.template.starts) - 1:
-            for alike in self._split(batch):
+            for alike in self._split_by_sizes(batch):
                 self._add_states(alike, swaps)
 
-    def _split(self, batch: FileBatch) -> Iterable[FileBatch]:
+    def _split_by_sizes(self, batch: FileBatch) -> Iterable[FileBatch]:
         """Separate the files if their states have different sizes."""
         template = batch.template
         pieces = [*([self.index] if template.optim.elastic else []), *template.list_states(self.index)]
         sizes = set(zip(*(batch.pick(piece, "numel") for piece in pieces), strict=True))
-        return batch.split() if len(sizes) > 1 else (batch,)
+        return batch.split_by_file() if len(sizes) > 1 else (batch,)
 
     def _check_masters(self, batch: FileBatch) -> None:
         partition = self.buffers[0].partition
@@ -311,7 +311,7 @@ class _BufferAdder:
         stored = optim.masters[self.index].numel if optim.elastic else self.buffers[0].partition
         params = list(map(self.rank.param, self._list_names(batch)))
         for state in self.builder.classify_states(params, states, stored, shard):
-            self._put_pieces(state, pieces[state], batch)
+            self._record_pieces(state, pieces[state], batch)
 
     def _list_names(self, batch: FileBatch) -> Iterable[str]:
         """Return the parameters with elements in some files."""
@@ -320,15 +320,15 @@ class _BufferAdder:
             return [name for name, shape in chain(*pairs) if count(shape)]
         return dict.fromkeys(cut.name for part in batch.parts for cut in self._list_cuts(part))
 
-    def _put_pieces(self, state: str, piece: int, batch: FileBatch) -> None:
-        first = batch.make_piece(piece)
+    def _record_pieces(self, state: str, piece: int, batch: FileBatch) -> None:
+        first = batch.make_first_piece(piece)
         if first.fault:
             self.builder.note_unreadable(self.rank, self._list_names(batch), state, first.fault)
             return
         records = self.builder.number_records(batch, piece)
-        self._put(state, first, batch.parts, records, batch.pick(piece, "start"))
+        self._store(state, first, batch.parts, records, batch.pick(piece, "start"))
 
-    def _put(self, state: str, piece: Piece, parts: Sequence[int], records: array[int], offsets: array[int]) -> None:
+    def _store(self, state: str, piece: Piece, parts: Sequence[int], records: array[int], offsets: array[int]) -> None:
         missing = array("q", [-1]) * len(self.shards)
         dtype, record_numbers, begins = self.columns.setdefault(state, (piece.dtype, missing, missing[:]))
         if dtype != piece.dtype:
@@ -373,7 +373,7 @@ def _keeps_whole_momentum(save: Save, optim: OptimHeader, index: int) -> bool:
     return MOMENTUM in optim.traits.list_whole(hyper, offloaded=offloaded)
 
 
-def _measure(save: Save, stage: int, index: int, share: GroupShare) -> tuple[int, int | None]:
+def _measure_partitions(save: Save, stage: int, index: int, share: GroupShare) -> tuple[int, int | None]:
     """Return the partitions of a flat buffer, and the elements of one (ZeRO 3: None).
 
     The elements include padding, which ZeRO 1/2 strip from the masters.

@@ -30,7 +30,7 @@ def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]
     tensors, ties = split_ties(read)
 
     def rename() -> Contents:
-        live = {name: name_live(name, read) for name in read}
+        live = {name: find_live_name(name, read) for name in read}
         if len({*live.values()}) < len(live):
             raise CheckpointError("two of its tensors are one in a live model; it is damaged.", path=where.path(file))
         weights = {live[name]: tensor for name, tensor in tensors.items()}
@@ -40,7 +40,7 @@ def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]
     return comm.run_replicated(rename), []
 
 
-def name_live(name: str, others: Collection[str]) -> str:
+def find_live_name(name: str, others: Collection[str]) -> str:
     """Return the name of a file's tensor in a live model.
 
     Args:

@@ -95,7 +95,7 @@ def read_name(value: Any) -> str:
     return value
 
 
-def count_steps(steps: Iterable[Any]) -> dict[str, int]:
+def derive_counters(steps: Iterable[Any]) -> dict[str, int]:
     """Derive a run's counters from the optimizer's steps; empty without steps."""
     counts = list(steps)
     for step in counts:
@@ -164,7 +164,7 @@ def make_index(contents: Contents, where: FileTable) -> AtomicIndex:
     Weights of optimized parameters are masters, or copies if the states include a master; all other weights are module
     tensors.
     """
-    maker = _Maker(where)
+    maker = _AtomMaker(where)
     trained = {name for names, _ in contents.groups for name in names} | contents.states.keys()
     for name, tensor in contents.weights.items():
         state = COPY if MASTER in contents.states.get(name, ()) else MASTER if name in trained else MODULE
@@ -220,7 +220,7 @@ def make_index(contents: Contents, where: FileTable) -> AtomicIndex:
     )
 
 
-class _Maker:
+class _AtomMaker:
     def __init__(self, where: FileTable) -> None:
         self.where = where
         self.files: list[FileRef] = []
@@ -239,7 +239,7 @@ class _Maker:
         chunks, blocks = [chunk for chunk in tensor.chunks if chunk.piece.numel], list[Fragment]()
         for chunk in chunks:
             record, piece = self._find_record(chunk), chunk.piece
-            self._check(name, tensor, chunk)
+            self._check_block(name, tensor, chunk)
             blocks.append(Fragment.of_block(chunk.offsets, piece.shape, shape, record, piece.offset))
         runs = sum(block.count_runs(shape) for block in blocks)
         is_grid = runs > len(blocks) and _is_grid(shape, chunks)
@@ -255,7 +255,7 @@ class _Maker:
             check_coverage(atom, lambda part: self.files[self.records.files[part.record]].path)
         self.atoms.append(atom)
 
-    def _check(self, name: str, tensor: StoredTensor, chunk: TensorBlock) -> None:
+    def _check_block(self, name: str, tensor: StoredTensor, chunk: TensorBlock) -> None:
         piece, record = chunk.piece, chunk.piece.record
         dims = list(zip(chunk.offsets, piece.shape, tensor.shape, strict=False))
         fits = len(chunk.offsets) == len(piece.shape) == len(tensor.shape)

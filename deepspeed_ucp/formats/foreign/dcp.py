@@ -28,7 +28,7 @@ from ...model.storage import ITEMSIZE
 from ...torchsave.objects import Global, PickledObject, TensorRef, describe, is_setting, is_short
 from ...torchsave.torchfile import Header, read_parts
 from ...torchsave.unpickle import read_pickle
-from ..deepspeed.gather import find_other_step
+from ..deepspeed.gather import find_step_mismatch
 from ..deepspeed.headers import Piece
 from ..deepspeed.reading import locate
 from ..findings import Finding, explain_form
@@ -39,7 +39,7 @@ from .contents import (
     Contents,
     StoredTensor,
     TensorBlock,
-    count_steps,
+    derive_counters,
     is_number,
     list_ignored,
     read_name,
@@ -60,7 +60,7 @@ _MODEL = re.compile(r"(?:^|\.)model\.$")
 _DOT, _DEEPEST = re.compile(r"\."), 64
 """Separator of a key, and the maximum number of words in the prefix of the model's keys."""
 
-_APART = ("dataloader.", "lr_scheduler.", "optimizer.", "train_state.")
+_OTHER_PREFIXES = ("dataloader.", "lr_scheduler.", "optimizer.", "train_state.")
 """Prefixes of other keys if the model's keys have no common prefix (torchtitan)."""
 
 _STEP = "train_state.step"  # key of torchtitan's step counter
@@ -95,15 +95,15 @@ class _Interpreter:
         self.where, self.head, self.metadata, self.entries = where, head, metadata, entries
         keys = [*metadata.tensors, *metadata.values]
         roots = {key[: at.start()] for key in keys for at in islice(_IN_GROUPS.finditer(key), _DEEPEST)}
-        found = ((key, at) for key in keys for at in reversed([*islice(_IN_OPTIMIZER.finditer(key), _DEEPEST)]))
-        begins = ((key, key[: at.start()]) for key, at in found)
+        matches = ((key, at) for key in keys for at in reversed([*islice(_IN_OPTIMIZER.finditer(key), _DEEPEST)]))
+        begins = ((key, key[: at.start()]) for key, at in matches)
         self.roots = {key: begin for key, begin in begins if begin in roots}  # of several the shortest
         self.names: dict[str, tuple[str, str]] = {}
         self.values: dict[str, tuple[str, str]] = {}
         for named, listed in ((self.names, metadata.tensors), (self.values, metadata.values)):
             for key in listed:
                 if (root := self.roots.get(key)) is not None and key[len(root) :].startswith(_STATE):
-                    named[key] = self._split(key, root)
+                    named[key] = self._split_key(key, root)
 
     def make(self) -> tuple[Contents, list[Finding]]:
         """Return the contents, and warnings of ignored contents."""
@@ -111,7 +111,7 @@ class _Interpreter:
             raise UnsupportedError(REFUSAL, path=self.where.folder)
         prefix = self._find_model()
         keys = [key for key in self.metadata.tensors if key not in self.roots and key.startswith(prefix)]
-        weights = {key[len(prefix) :]: key for key in keys if prefix or not key.startswith(_APART)}
+        weights = {key[len(prefix) :]: key for key in keys if prefix or not key.startswith(_OTHER_PREFIXES)}
         if not weights:
             text = f"holds no model's tensors by name, only {shorten(self.metadata.tensors)}."
             raise UnsupportedError(text, path=self.where.path(self.head))
@@ -127,12 +127,12 @@ class _Interpreter:
         if twice := {name for (name, _), number in counted.items() if number > 1}:
             text = f"several optimizers in it hold states of {shorten(sorted(twice))}. Save one of them alone."
             raise UnsupportedError(text, path=self.where.path(self.head))
-        states, scalars, dtypes, odd = self._read_states(weights)
+        states, scalars, dtypes, rest = self._read_states(weights)
         steps = [values["step"] for values in scalars.values() if "step" in values]
         steps += [hyper["step"] for _, hyper in groups if "step" in hyper]
         by_megatron = any(_MEGATRON in key for key in (*self.metadata.tensors, *self.metadata.values))
         reason = (
-            _UNNAMED if numbered else _BY_MEGATRON if by_megatron else ODD_STATES.format(shorten(odd)) if odd else ""
+            _UNNAMED if numbered else _BY_MEGATRON if by_megatron else ODD_STATES.format(shorten(rest)) if rest else ""
         )
         contents = Contents(
             DCP,
@@ -141,7 +141,7 @@ class _Interpreter:
             states,
             scalars,
             groups,
-            counters=count_steps(steps),
+            counters=derive_counters(steps),
             stateless=f"{self.where.path(self.head)}: {reason}." if reason else "",
             scalar_dtypes=dtypes,
             unchecked=_UNCHECKED,
@@ -152,7 +152,7 @@ class _Interpreter:
         findings = list_ignored(ignored, NEITHER, self.where.path(self.head), self.head)
         run = contents.counters.get("global_steps")
         for key in (key for key, (_, shape, _) in self.metadata.tensors.items() if key.endswith(_STEP) and not shape):
-            findings += find_other_step(self.where.path(self.head), run, self.find_value(key))
+            findings += find_step_mismatch(self.where.path(self.head), run, self.find_value(key))
         return contents, findings
 
     def _read_states(
@@ -165,7 +165,7 @@ class _Interpreter:
         """
         states: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
         scalars: dict[str, dict[str, Any]] = defaultdict(dict)
-        dtypes, odd = dict[str, str](), list[str]()
+        dtypes, rest = dict[str, str](), list[str]()
         for key, (name, state) in self.names.items():
             dtype, shape, _ = self.metadata.tensors[key]
             if is_number(state, shape, self.metadata.tensors[weights[name]][1] if name in weights else None):
@@ -179,10 +179,10 @@ class _Interpreter:
             if isinstance(value, (int, float)):
                 scalars[name][state] = value
             elif value is not None:
-                odd.append(key)
-        return states, scalars, dtypes, odd
+                rest.append(key)
+        return states, scalars, dtypes, rest
 
-    def _split(self, key: str, root: str) -> tuple[str, str]:
+    def _split_key(self, key: str, root: str) -> tuple[str, str]:
         """Return the parameter and the state of an optimizer's key."""
         path = self.metadata.paths.get(key, ())
         if len(path) > 2 and path[-3] == _STATE[:-1]:
@@ -258,9 +258,9 @@ class _Interpreter:
                 raise UnsupportedError(f"{key} {entry.fault}; save it contiguous.", path=self.where.path(entry.file))
             piece = entry.piece
             if piece is None or (piece.dtype, piece.shape) != (dtype, size):
-                found = f"{piece.dtype} of shape {piece.shape}" if piece else "no tensor"
+                actual = f"{piece.dtype} of shape {piece.shape}" if piece else "no tensor"
                 raise CheckpointError(
-                    f"holds {found} for the block of {key} at {offsets}, "
+                    f"holds {actual} for the block of {key} at {offsets}, "
                     f"of {dtype} and shape {size} by the metadata. The folder mixes files of several saves.",
                     path=self.where.path(entry.file),
                 )
@@ -314,7 +314,7 @@ def _read_blocks(where: FileTable, comm: Comm) -> tuple[str, Metadata, dict[Key,
     comm.run_replicated(lambda: _check_heads(where, heads))
     metadata = Metadata()
     for head in heads:
-        _join(metadata, read_once(partial(_read_metadata, folder=posixpath.dirname(head)), where, head, comm))
+        _merge_metadata(metadata, read_once(partial(_read_metadata, folder=posixpath.dirname(head)), where, head, comm))
     by_file: dict[str, list[Key]] = defaultdict(list)
     for key, (file, *_) in metadata.places.items():
         by_file[file].append(key)
@@ -413,7 +413,7 @@ def _name_dtype(value: Any) -> str:
     return name
 
 
-def _join(metadata: Metadata, more: Metadata) -> None:
+def _merge_metadata(metadata: Metadata, more: Metadata) -> None:
     """Merge the metadata of another rank or folder into ``metadata``."""
     for key, (dtype, shape, blocks) in more.tensors.items():
         known = metadata.tensors.setdefault(key, (dtype, shape, []))

@@ -16,7 +16,7 @@ from ...io.jsonfile import read_json
 from ...io.paths import join_path
 from ...model.index import AtomicIndex
 from ..deepspeed.files import scan_if_there
-from ..deepspeed.gather import find_late_files, find_other_step
+from ..deepspeed.gather import find_late_files, find_step_mismatch
 from ..deepspeed.reading import EXTRA_STATE
 from ..findings import WARNING, Finding, explain_form
 from ..latest import find_tags
@@ -80,11 +80,11 @@ def survey_foreign(where: FileTable, comm: Comm, kind: str) -> tuple[AtomicIndex
         config = read_once(read_json, where, names.CONFIG, comm) if has_config else {}
         shaping = {key: value for key, value in config.items() if _SHAPING.fullmatch(key)}
         index = replace(index, hints={**index.hints, "config": shaping}) if shaping else index
-        findings += [*_find_passed_over(where, kind, contents), *_find_packed(where, contents, config)]
+        findings += [*_find_unread_weights(where, kind, contents), *_find_quantized(where, contents, config)]
     stray = sorted({*contents.states, *contents.scalars} - {*contents.weights, *contents.aliases})
     reason = "states of parameters without weights in the checkpoint"
     findings += list_ignored(stray, reason, where.path(contents.head), contents.head)
-    return index, [*findings, *comm.once(lambda: [*_find_beside(where), *_find_mixed(where, contents)])]
+    return index, [*findings, *comm.once(lambda: [*_find_other_contents(where), *_find_mixed(where, contents)])]
 
 
 def _find_mixed(where: FileTable, contents: Contents) -> list[Finding]:
@@ -94,10 +94,10 @@ def _find_mixed(where: FileTable, contents: Contents) -> list[Finding]:
         return []
     used = {contents.head, *(chunk.file for tensor in tensors for chunk in tensor.chunks)}
     steps, state = contents.counters.get("global_steps"), join_path(where.folder, names.TRAINER_STATE)
-    return [*find_late_files(where.folder, where.entries, sorted(used)), *find_other_step(state, steps)]
+    return [*find_late_files(where.folder, where.entries, sorted(used)), *find_step_mismatch(state, steps)]
 
 
-def _find_beside(where: FileTable) -> list[Finding]:
+def _find_other_contents(where: FileTable) -> list[Finding]:
     """Warn of a trainer's ignored files, and of DeepSpeed's checkpoints in subfolders."""
     entries = scan_if_there(where.folder)
     tags = sorted(
@@ -112,7 +112,7 @@ def _find_beside(where: FileTable) -> list[Finding]:
     return [*runs, *list_ignored(ignored, NEITHER, where.folder), *unnamed]
 
 
-def _find_passed_over(where: FileTable, kind: str, contents: Contents) -> Iterator[Finding]:
+def _find_unread_weights(where: FileTable, kind: str, contents: Contents) -> Iterator[Finding]:
     """Warn of weights in the folder that are not read."""
     used = {contents.head, *(chunk.file for tensor in contents.weights.values() for chunk in tensor.chunks)}
     heads = [name for name in where.entries if any(names.holds(reader, name, heads=True) for reader in READERS)]
@@ -121,7 +121,7 @@ def _find_passed_over(where: FileTable, kind: str, contents: Contents) -> Iterat
         yield Finding("extra", contents.head, text + shorten(unread), WARNING)
 
 
-def _find_packed(where: FileTable, contents: Contents, config: Mapping[str, Any]) -> Iterator[Finding]:
+def _find_quantized(where: FileTable, contents: Contents, config: Mapping[str, Any]) -> Iterator[Finding]:
     quantized = config.get(names.QUANTIZED)
     method = quantized.get("quant_method", "") if isinstance(quantized, dict) else ""
     method = str(method or f"{names.QUANTIZED} in {names.CONFIG}") if quantized else ""

@@ -110,7 +110,7 @@ def is_foreign(name: str) -> bool:
     return name in (CONFIG, OPTIMIZER) or any(holds(kind, name) for kind in _FILES)
 
 
-def has_directory(name: str) -> bool:
+def has_zip_directory(name: str) -> bool:
     """Return True for files of ``torch.save`` (with a zip directory) and of DeepSpeed."""
     is_torchs = holds(STATE_DICT, name) and not name.endswith(".json")
     return is_torchs or name in ("adapter_model.bin", OPTIMIZER, COMMON) or not is_foreign(name)

@@ -26,7 +26,7 @@ from .contents import (
     Contents,
     StoredTensor,
     TensorBlock,
-    count_steps,
+    derive_counters,
     is_number,
     list_ignored,
     read_name,
@@ -73,7 +73,7 @@ _UNNAMED = (
 
 _INSIDE = ("state_dict", "model_state_dict", "model", "module")  # keys under which scripts store a state dict
 
-_BESIDE = "not in the model's state dict"
+_OUTSIDE = "not in the model's state dict"
 
 NamedTensors = dict[str, StoredTensor]
 
@@ -87,13 +87,13 @@ def read_contents(kind: str, where: FileTable, comm: Comm) -> tuple[Contents, li
         ending = ".safetensors" if kind == SAFETENSORS else ".bin"
         weight_map = read_once(lambda path: _read_index(path, ending), where, indexes[0], comm)
         files = sorted(set(weight_map.values()))
-    comm.run_replicated(lambda: _check(where, files, indexes))
+    comm.run_replicated(lambda: _check_files(where, files, indexes))
     head = next(iter([*indexes, *files]))
     read = where.share(files, lambda name: read_tensors(where, name), comm)
     headers = {file: tensors for file, (tensors, _) in zip(files, read, strict=True)}
-    weights, ties = split_ties(comm.run_replicated(lambda: _unite(where, head, headers, weight_map)))
+    weights, ties = split_ties(comm.run_replicated(lambda: _merge_files(where, head, headers, weight_map)))
     ignored = (
-        list_ignored(others, _BESIDE, where.path(file), file) for file, (_, others) in zip(files, read, strict=True)
+        list_ignored(others, _OUTSIDE, where.path(file), file) for file, (_, others) in zip(files, read, strict=True)
     )
     return Contents(kind, head, weights, aliases=ties), [*chain.from_iterable(ignored)]
 
@@ -107,7 +107,7 @@ def _read_index(path: str, ending: str) -> dict[str, str]:
     return files
 
 
-def _check(where: FileTable, files: Sequence[str], indexes: Sequence[str]) -> None:
+def _check_files(where: FileTable, files: Sequence[str], indexes: Sequence[str]) -> None:
     numbers = [match for name in files if (match := _NUMBERED.fullmatch(name))]
     wanted, totals = list(files), defaultdict[str, set[str]](set)
     for first, _, last, _ in map(re.Match.groups, numbers):
@@ -125,7 +125,7 @@ def _check(where: FileTable, files: Sequence[str], indexes: Sequence[str]) -> No
         raise UnsupportedError(text, path=where.folder)
 
 
-def _unite(
+def _merge_files(
     where: FileTable, head: str, headers: Mapping[str, NamedTensors], weight_map: Mapping[str, str] | None
 ) -> NamedTensors:
     merged: NamedTensors = {}
@@ -273,16 +273,16 @@ def add_states(contents: Contents, where: FileTable, comm: Comm) -> tuple[Conten
         members = (name for group in tree["param_groups"] for name in group["params"])
         if any(isinstance(name, int) for name in (*tree["state"], *members)):
             return replace(contents, stateless=f"{where.path(OPTIMIZER)}: {_UNNAMED}."), others
-        return _take_apart(contents, tree, file, path), others
+        return _parse_optimizer(contents, tree, file, path), others
 
     added, others = read_once(parse, where, OPTIMIZER, comm)
     return added, list_ignored(others, "neither states nor param groups", where.path(OPTIMIZER), OPTIMIZER)
 
 
-def _take_apart(contents: Contents, tree: Mapping[str, Any], file: torchfile.TorchFile, path: str) -> Contents:
+def _parse_optimizer(contents: Contents, tree: Mapping[str, Any], file: torchfile.TorchFile, path: str) -> Contents:
     states: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
     scalars: dict[str, dict[str, Any]] = defaultdict(dict)
-    dtypes, odd = dict[str, str](), list[str]()
+    dtypes, unsupported = dict[str, str](), list[str]()
     for name, values in tree["state"].items():
         weight = contents.weights.get(name)
         for state, value in values.items():
@@ -293,7 +293,7 @@ def _take_apart(contents: Contents, tree: Mapping[str, Any], file: torchfile.Tor
                 continue
             number = to_number(value)
             if not (isinstance(number, float) or is_short(number)):
-                odd.append(f"{name}.{state} ({describe(value)})")
+                unsupported.append(f"{name}.{state} ({describe(value)})")
                 continue
             scalars[name][state] = number
             dtypes |= {state: value.dtype} if isinstance(value, TensorRef) else {}
@@ -304,8 +304,8 @@ def _take_apart(contents: Contents, tree: Mapping[str, Any], file: torchfile.Tor
         )
         for group in tree["param_groups"]
     ]
-    counters = count_steps(values["step"] for values in scalars.values() if "step" in values)
-    stateless = f"{path}: {ODD_STATES.format(shorten(odd))}." if odd else ""
+    counters = derive_counters(values["step"] for values in scalars.values() if "step" in values)
+    stateless = f"{path}: {ODD_STATES.format(shorten(unsupported))}." if unsupported else ""
     return replace(
         contents,
         states=states,

@@ -222,33 +222,33 @@ def parse_index(seal: Seal, path: str) -> Manifest:
         raise CheckpointError(f"{where} is of another form than expected ({fault['msg']}).", path=path) from None
     except (ValueError, TypeError, RecursionError, struct.error) as error:
         raise CheckpointError(f"is no valid manifest ({error}). It is damaged: restore the file.", path=path) from None
-    if text := next(_find_faults(manifest), ""):
+    if text := next(_find_contradictions(manifest), ""):
         raise CheckpointError(text, path=path)
     return manifest
 
 
-def _find_faults(manifest: Manifest) -> Iterator[str]:
+def _find_contradictions(manifest: Manifest) -> Iterator[str]:
     files = manifest.seal.files
     names = [
         *files,
         *(param.name for param, _ in manifest.scalars),
         *(part for atom in manifest.atoms for part in atom[:2]),
     ]
-    if odd := sorted({name for name in names if not is_path(name)}):
-        yield f"names files outside of its folder: {shorten(odd)}. Do not trust it."
-    if lacking := sorted({STATE_FILE, *(place_file(atom.key) for atom in manifest.atoms)} - files.keys()):
+    if outside := sorted({name for name in names if not is_path(name)}):
+        yield f"names files outside of its folder: {shorten(outside)}. Do not trust it."
+    if lacking := sorted({STATE_FILE, *(name_atom_file(atom.key) for atom in manifest.atoms)} - files.keys()):
         yield f"lists no file {shorten(lacking)}."
     counts = [(atom, manifest.fused[atom.name]) for atom in manifest.atoms if atom.name in manifest.fused]
     if unfit := [atom.label for atom, parts in counts if not can_fuse(atom.shape, parts)]:
         yield f"holds other numbers of experts than it says: {shorten(unfit)}."
     if loops := sorted(alias for alias, name in manifest.aliases.items() if name in manifest.aliases):
         yield f"aliases of aliases: {shorten(loops)}."
-    sizes = {atom: files[place_file(atom.key)].size - atom.offset for atom in manifest.atoms}
+    sizes = {atom: files[name_atom_file(atom.key)].size - atom.offset for atom in manifest.atoms}
     if unfit := [atom.label for atom, size in sizes.items() if atom.dtype not in ITEMSIZE or atom.nbytes > size]:
         yield f"shape, dtype and bytes contradict each other: {shorten(unfit)}."
     kinds = {name: kind for name, kind in get_type_hints(Topology).items() if name != "flats"}
-    if odd := [name for name in {**kinds, **manifest.source} if type(manifest.source.get(name)) is not kinds.get(name)]:
-        yield f"source: {shorten(odd)} is missing, unknown, or of another form than expected."
+    if bad := [name for name in {**kinds, **manifest.source} if type(manifest.source.get(name)) is not kinds.get(name)]:
+        yield f"source: {shorten(bad)} is missing, unknown, or of another form than expected."
 
 
 def is_path(path: str) -> bool:
@@ -260,7 +260,7 @@ def is_path(path: str) -> bool:
     return min(sizes) > 0 and max(sizes) <= LONGEST and "\0" not in path and not {".", ".."} & {*path.split("/")}
 
 
-def place_file(key: AtomKey) -> str:
+def name_atom_file(key: AtomKey) -> str:
     """Return an atom's path, for later pipeline stages outside of upstream's folder."""
     return f"{f'{ZERO}.{key.instance}' if key.instance else ZERO}/{key.name}/{key.state}.pt"
 
@@ -284,7 +284,7 @@ def open_conversion(
         if isinstance(header, Finding):
             findings.append(header)
         elif not findings:
-            return _index(folder, manifest, header, places), []
+            return _build_index(folder, manifest, header, places), []
     return None, findings
 
 
@@ -318,7 +318,7 @@ def _read_state_file(folder: str, seal: Seal) -> FileHeader | Finding:
     return compare_file(folder, STATE_FILE, header.size, header.crc, seal) or header
 
 
-def _index(folder: str, manifest: Manifest, header: FileHeader, places: Sequence[str]) -> AtomicIndex:
+def _build_index(folder: str, manifest: Manifest, header: FileHeader, places: Sequence[str]) -> AtomicIndex:
     """Build the index; all tensors in the state file belong to the client."""
     files = [
         FileRef(f"{folder}/{name}", file.size, file.crc, tuple(f"{place}/{name}" for place in places))
@@ -329,10 +329,10 @@ def _index(folder: str, manifest: Manifest, header: FileHeader, places: Sequence
     atoms: list[Atom] = []
     for atom in manifest.atoms:
         fragments = [Fragment(0, count(atom.shape), len(records), 0)] if count(atom.shape) else []
-        records.append(numbers[place_file(atom.key)], Record(atom.offset, atom.nbytes, atom.crc))
+        records.append(numbers[name_atom_file(atom.key)], Record(atom.offset, atom.nbytes, atom.crc))
         storage = Fragments(atom.dtype, fragments)
         atoms.append(Atom.of(atom.name, atom.state, [(atom.shape, storage)], atom.instance))
-    others = header.require_model().others
+    others = header.require_model().client_storages
     client = tuple(range(len(records), len(records) + len(others)))
     for blob in others:
         records.append(numbers[STATE_FILE], Record(blob.offset, blob.nbytes, blob.crc))

@@ -17,7 +17,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import UnsupportedError
 from deepspeed_ucp.formats import open_checkpoint
-from deepspeed_ucp.formats.open import look_at_job
+from deepspeed_ucp.formats.open import read_saved_job
 from deepspeed_ucp.io import objects
 from deepspeed_ucp.io.objects import ObjectStore
 from deepspeed_ucp.model.index import AtomicIndex, SavedJob
@@ -92,7 +92,7 @@ def test_universal_checkpoints_contain_all_states_and_load(source: Topology, mad
     assert (index.topology.wrapper, index.topology.zero_stage) == ("atomic", source.stage)
     assert index.topology.precision == normal.topology.precision
     assert not index.dropped
-    assert look_at_job(str(folder)) == look_at_job(str(folder.with_name("tag"))) != SavedJob(1, 1, 0, None, None)
+    assert read_saved_job(str(folder)) == read_saved_job(str(folder.with_name("tag"))) != SavedJob(1, 1, 0, None, None)
     for target in (Topology(2, 3), Topology(3, 2, source.precision)):
         targets = make_targets(MODEL, target)
         ranks = load(index, targets)

@@ -31,8 +31,8 @@ from deepspeed_ucp.formats.universal.index import (
     decode,
     dump_index,
     encode,
+    name_atom_file,
     parse_index,
-    place_file,
 )
 from deepspeed_ucp.model.flat import join_parameters
 from deepspeed_ucp.model.index import AtomicIndex, GroupInfo
@@ -118,7 +118,7 @@ def make(
     size: int = 96,
 ) -> Seal:
     """Write the manifest of files that were converted from an index."""
-    files = {**states, **{place_file(atom.key): SealedFile(size=size, crc=5) for atom in atoms}}
+    files = {**states, **{name_atom_file(atom.key): SealedFile(size=size, crc=5) for atom in atoms}}
     identity = dict(zip(("fingerprint", "view"), identify(index), strict=True), verified=True)
     data = dump_index(index, atoms, patterns, {"w": "the user's rules"}, identity)
     return Seal(version=OF_CONVERSIONS, package="1.0", files=files, index=data)
