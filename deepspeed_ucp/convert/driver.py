@@ -43,7 +43,7 @@ from ..tensor_parallel.recorded import read_pattern
 from ..tensor_parallel.rules import RuleSet
 from ..version import __version__
 from .identity import identify
-from .outputs import CONVERSION, OutputFile, check_paths, find_formless, list_files, list_steps
+from .outputs import CONVERSION, OutputFile, check_paths, find_uncuttable, list_files, list_steps
 from .states import find_dropped_client, write_states
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -154,11 +154,11 @@ def _plan(
 def _warn_losses(index: AtomicIndex, full: FullTensors) -> None:
     if full.unused:
         logger.warning("patterns: rules that match no parameter: %s", shorten(full.unused))
-    if formless := find_formless(full):
+    if uncuttable := find_uncuttable(full):
         logger.warning(
             "DeepSpeed's own load_universal cannot cut %s as they are cut; at tensor-parallel degrees above 1 load "
             "this checkpoint with deepspeed_ucp",
-            shorten(formless),
+            shorten(uncuttable),
         )
     if unplain := find_unplain(index):
         logger.warning("hyper-parameters that are objects are not kept: %s", shorten(unplain))
@@ -185,7 +185,10 @@ def _begin(work: _Conversion, stack: ExitStack) -> bool:
 
 
 def _reuse(work: _Conversion) -> bool:
-    """Return True if the destination is the same complete conversion (rank 0 only)."""
+    """Return True if the destination is the same complete conversion (rank 0 only).
+
+    Then point ``latest_universal`` at it, else raise if the destination must not be replaced.
+    """
     staging, options = work.staging, work.options
     manifest = None
     if not options.overwrite:
@@ -240,7 +243,7 @@ def _convert(work: _Conversion) -> None:
 
 
 def _write(work: _Conversion, checks: list[Checked]) -> list[Written]:
-    """Read and write this node's batches (collective)."""
+    """Write this node's part, and append the checks of its reads (collective)."""
     comm, report = work.comm, work.report
     report.workers, most = work.options.divide(report.source)
     if work.staging.is_remote:
@@ -275,13 +278,14 @@ def write_share(work: _Conversion, batches: Sequence[Batch], checks: list[Checke
     """Write this node's part of a conversion and return the ranges that were written.
 
     Args:
-        batches: batches for the workers; each worker needs about twice the memory of the largest.
+        batches: each worker needs about twice the memory of the largest.
+        checks: receives the checksums of all reads.
 
     Raises:
         UcpError: the first worker's error; other workers and nodes stop after their current batch.
     """
     files, staging, halt = work.files, work.staging, work.staging.path(HALT)
-    done: dict[int, list[Written]] = defaultdict(list)
+    ranges_by_file: dict[int, list[Written]] = defaultdict(list)
     lock = threading.Lock()
 
     def consume(batch: Batch, sides: Sequence[list[memoryview]], checked: list[Checked], scratch: Scratch) -> None:
@@ -289,12 +293,12 @@ def write_share(work: _Conversion, batches: Sequence[Batch], checks: list[Checke
             file, crc = files[span.output], crc32(data)
             file.write(staging.folder, span.start, data, crc)
             with lock:
-                parts = done[span.output]
-                parts.append(Written(span, crc))
-                is_whole = staging.is_remote and sum(part.range.numel for part in parts) == file.atom.numel
+                ranges = ranges_by_file[span.output]
+                ranges.append(Written(span, crc))
+                is_whole = staging.is_remote and sum(part.range.numel for part in ranges) == file.atom.numel
             if is_whole:  # to keep few files in the temporary folder
-                if len(parts) > 1:
-                    file.close(staging.folder, join_ranges(parts, files, [span.output])[span.output])
+                if len(ranges) > 1:
+                    file.close(staging.folder, join_ranges(ranges, files, [span.output])[span.output])
                 staging.put(file.path)
         checks.extend(checked)
 
@@ -310,7 +314,7 @@ def write_share(work: _Conversion, batches: Sequence[Batch], checks: list[Checke
         with suppress(OSError), open(halt, "wb"):
             pass
         raise
-    return [written for parts in done.values() for written in parts]
+    return [written for ranges in ranges_by_file.values() for written in ranges]
 
 
 def _close_files(work: _Conversion, written: Sequence[Written]) -> dict[int, int]:
@@ -350,15 +354,15 @@ def _commit(work: _Conversion, crcs: Mapping[int, int], states: Mapping[str, Sea
 def join_ranges(
     written: Iterable[Written], files: Sequence[OutputFile], numbers: Iterable[int] | None = None
 ) -> dict[int, int]:
-    """Return the outputs' CRC32s from their ranges; check that ``numbers`` are whole."""
-    sums: dict[int, tuple[int, int]] = {}
+    """Combine each output's CRC32s of ranges; raise if one of ``numbers`` has gaps."""
+    by_output: dict[int, tuple[int, int]] = {}  # end of the joined ranges, or -1 after a gap; their CRC32
     for item in sorted(written):
-        end, crc = sums.get(item.range.output, (0, 0))
+        end, crc = by_output.get(item.range.output, (0, 0))
         nbytes = item.range.numel * files[item.range.output].atom.itemsize
         joined = combine_crc32(crc, item.crc, nbytes) if end else item.crc
-        sums[item.range.output] = (end + item.range.numel if item.range.start == end else -1, joined)
+        by_output[item.range.output] = (end + item.range.numel if item.range.start == end else -1, joined)
     wanted = range(len(files)) if numbers is None else numbers
-    lacking = [files[output].path for output in wanted if sums.get(output, (-1, 0))[0] != files[output].atom.numel]
+    lacking = [files[output].path for output in wanted if by_output.get(output, (-1, 0))[0] != files[output].atom.numel]
     if lacking:
         raise CheckpointError(f"not written as a whole: {shorten(lacking)}.")
-    return {number: crc for number, (_, crc) in sums.items()}
+    return {number: crc for number, (_, crc) in by_output.items()}

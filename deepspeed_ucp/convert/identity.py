@@ -45,7 +45,7 @@ def fingerprint(index: AtomicIndex) -> Fingerprint:
 
 
 def digest_view(index: AtomicIndex) -> str:
-    """Return the SHA-256 of an index: element positions, run's and model's state.
+    """Return the SHA-256 of an index: places of elements, scalars, counters, groups.
 
     One set of files can have several indexes: the user names the parameters of a stage-0 checkpoint.
     """

@@ -52,7 +52,7 @@ class OutputFile:
     image: ZipImage
 
     def write(self, folder: str, start: int, data: memoryview, crc: int) -> None:
-        """Write elements with CRC32 ``crc`` from ``start`` on, and the zip frame if all."""
+        """Write data from element ``start`` on; a whole file at once with its zip frame."""
         with open_to_write(os.path.join(folder, self.path)) as fd:
             if data.nbytes == self.image.nbytes:
                 write_parts(fd, [self.image.head, data, self.image.tail(crc)], 0)
@@ -91,8 +91,8 @@ def list_files(full: FullTensors, fused: Mapping[str, int]) -> list[OutputFile]:
     return files
 
 
-def find_formless(full: FullTensors) -> list[str]:
-    """Return the parameters whose cut upstream's files cannot describe."""
+def find_uncuttable(full: FullTensors) -> list[str]:
+    """Return parameters that upstream's loader cannot cut as they are cut."""
     shapes = {key.name: atom.shape for key, atom in full.tensors.items()}
     return sorted(
         name
@@ -102,15 +102,15 @@ def find_formless(full: FullTensors) -> list[str]:
 
 
 def check_paths(paths: Iterable[str]) -> None:
-    """Refuse paths that conflict; the names of parameters and states are not trusted."""
-    seen = {OPTIMIZER_STATE: True}  # path → True for a file
+    """Raise UnsupportedError for conflicting paths, which untrusted names may give."""
+    files = {OPTIMIZER_STATE: True}  # path → True for a file
     for path in paths:
         folders = list(accumulate(path.split("/"), lambda left, right: f"{left}/{right}"))[:-1]
         if not is_path(path):
             raise UnsupportedError(f"{_NAMED}: {path!r} cannot be a path of at most {LONGEST} bytes per name.")
-        if path in seen or any(seen.get(folder) for folder in folders):
+        if path in files or any(files.get(folder) for folder in folders):
             raise UnsupportedError(f"{_NAMED}: {path!r} is the path of another file or folder as well.")
-        seen.update(dict.fromkeys(folders, False), **{path: True})
+        files.update(dict.fromkeys(folders, False), **{path: True})
 
 
 _NAMED = "An atomic checkpoint has a folder for each parameter, named like it, which upstream's loader looks for"
@@ -118,14 +118,14 @@ _NAMED = "An atomic checkpoint has a folder for each parameter, named like it, w
 
 def list_steps(index: AtomicIndex) -> dict[str, tuple[bytes, int]]:
     """Return path → content and zip directory's CRC32 of every ``step.pt``."""
-    made: dict[tuple[type, object], tuple[bytes, int]] = {}
+    encoded: dict[tuple[type, object], tuple[bytes, int]] = {}
     steps = {}
     for param, scalars in sorted(index.scalars.items()):
         if STEP not in scalars:
             continue
         step = scalars[STEP]
         kind = type(step), step
-        if kind not in made:
-            made[kind] = dump_value(step, index.scalar_dtypes.get(STEP))
-        steps[name_atom_file(AtomKey(param.name, STEP, param.instance))] = made[kind]
+        if kind not in encoded:
+            encoded[kind] = dump_value(step, index.scalar_dtypes.get(STEP))
+        steps[name_atom_file(AtomKey(param.name, STEP, param.instance))] = encoded[kind]
     return steps

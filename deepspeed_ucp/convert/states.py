@@ -48,7 +48,7 @@ _KEPT_BYTES = 1 << 16  # other entries with larger tensors are partitions of one
 
 
 def write_states(index: AtomicIndex, folder: str) -> dict[str, SealedFile]:
-    """Write the files without atoms; the caller syncs them."""
+    """Write the files without atoms; return them by relative path. The caller syncs."""
     if index.format:  # a foreign checkpoint has only counters
         main = TorchFile("", 0, {}, 0, "", {**index.counters, "ds_version": _OLDEST}, PROTOCOL, {}, ())
     else:
@@ -69,7 +69,7 @@ def write_states(index: AtomicIndex, folder: str) -> dict[str, SealedFile]:
 
 
 def find_dropped_client(index: AtomicIndex) -> list[str]:
-    """Return client-state keys that each data-parallel rank has; the first's are kept."""
+    """Return client-state keys of ZeRO 3, of which only the first rank's is converted."""
     if index.format or index.topology.zero_stage != 3 or index.topology.dp == 1:
         return []
     return sorted(map(str, _as_dict(read_header(index.state_file).tree).keys() - {*DEEPSPEEDS, KEY}))
@@ -92,28 +92,28 @@ def _write_client_states(index: AtomicIndex, folder: str) -> Iterator[tuple[str,
         yield name, _save(file, _strip_model(_as_dict(file.tree)), os.path.join(folder, name), {})
 
 
-def _link(path: str, name: str) -> None:
+def _link(path: str, second_path: str) -> None:
     """Link a file under a second name; copy it if the file system has no hard links."""
-    if os.path.lexists(name):
-        os.unlink(name)
+    if os.path.lexists(second_path):
+        os.unlink(second_path)
     try:
-        os.link(path, name)
+        os.link(path, second_path)
     except OSError:
-        shutil.copyfile(path, name)
+        shutil.copyfile(path, second_path)
 
 
 def _strip_model(saved: Mapping[Any, Any]) -> dict[Any, Any]:
     """Remove a model-states file's tensors, except the modules' extra states."""
-    kept = {key: None if key in _EMPTIED else value for key, value in saved.items()}
-    if isinstance(kept.get("module"), dict):
-        kept["module"] = select_extra_states(saved)
-    if "mp_world_size" in kept:  # upstream's loader compares it with the number of model-states files
-        kept["mp_world_size"] = 1
-    return kept
+    entries = {key: None if key in _EMPTIED else value for key, value in saved.items()}
+    if isinstance(entries.get("module"), dict):
+        entries["module"] = select_extra_states(saved)
+    if "mp_world_size" in entries:  # upstream's loader compares it with the number of model-states files
+        entries["mp_world_size"] = 1
+    return entries
 
 
 def _find_optimizer(index: AtomicIndex, main: TorchFile) -> tuple[TorchFile, Any]:
-    """Return the source's first file with optimizer state, and its dictionary or None."""
+    """Return the source's first file with optimizer state, and the state or None."""
     folder = os.path.dirname(index.state_file)
     if index.format:
         return main, None
@@ -138,20 +138,20 @@ def _describe_optimizer(
 ) -> tuple[dict[Any, Any], dict[str, bytes]]:
     """Return the dictionary of ``optimizer_state.pt``, and its additional storages."""
     saved = _as_dict(state)
-    kept = {
+    entries = {
         key: value for key, value in saved.items() if key not in _SHARDED and count_bytes(file, value) <= _KEPT_BYTES
     }
-    if index.scaler and "loss_scaler" not in kept:
-        kept |= {
+    if index.scaler and "loss_scaler" not in entries:
+        entries |= {
             "loss_scaler": _make_scaler(index.scaler, main),
             "dynamic_loss_scale": bool(index.scaler["dynamic"]),
         }
-    versions = (kept.get("ds_version"), _as_dict(file.tree).get("ds_version"), main.get("ds_version"))
+    versions = (entries.get("ds_version"), _as_dict(file.tree).get("ds_version"), main.get("ds_version"))
     groups = _list_groups(index.groups, saved)
     step, added = _describe_step(index)
     inner = {"state": {0: step}, "param_groups": groups}
     common = {"ds_version": next((v for v in versions if v), _OLDEST), "param_groups": groups}
-    return {**kept, **common, "optimizer_state_dict": inner}, added
+    return {**entries, **common, "optimizer_state_dict": inner}, added
 
 
 def _list_groups(groups: Sequence[GroupInfo], saved: Mapping[Any, Any]) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ from ..model.topology import Topology, drop_labels
 from ..model.view import EngineBuffer
 from ..model.wrappers import Wrapper, find_wrapper
 from ..plan.wants import find_states
-from .coverage import find_declared
+from .coverage import find_declared_precision
 from .optimizer import find_other_kind, to_plain
 from .parallel import Instance, Share, find_parallel_state
 from .rule import find_doubt, find_other_rule, read_configured
@@ -150,7 +150,7 @@ class Target(ABC):
     def add_flat(
         self, buffer: FlatBuffer, part: int, tensor: torch.Tensor, whole: frozenset[str] = frozenset()
     ) -> None:
-        """Register a live buffer, whose names are the module's as in a checkpoint."""
+        """Register live partition ``part``; optimizer states in ``whole`` are whole in it."""
         if share := next(filter(None, map(self.shares.get, buffer.names)), None):
             buffer, self.ep = replace(buffer, ranks=share.ranks), max(self.ep, share.degree)
         named = zip(buffer.names, buffer.shapes, strict=True)
@@ -160,11 +160,11 @@ class Target(ABC):
         self.flats.append(self.make_buffer(buffer, part, tensor, whole=whole))
 
     def make_buffer(self, buffer: FlatBuffer, part: int, tensor: torch.Tensor, **fields: Any) -> EngineBuffer:
-        """Make the buffer of a live partition, with further ``fields`` of it."""
+        """Describe a live partition; ``fields`` are passed to ``EngineBuffer``."""
         return EngineBuffer(buffer, part, self.parallel.tp_rank, dtype_name(tensor.dtype), tensor=tensor, **fields)
 
     def make_whole(self, name: str, tensor: torch.Tensor, *, is_buffer: bool = False) -> EngineBuffer:
-        """Make the buffer of a tensor that is whole on every rank."""
+        """Describe a tensor that every rank has as a whole."""
         return self.make_buffer(join_parameters(0, (name,), (tuple(tensor.shape),)), 0, tensor, is_buffer=is_buffer)
 
     @abstractmethod
@@ -186,7 +186,7 @@ class Target(ABC):
     @property
     def topology(self) -> Topology:
         engine = self.engine
-        zero, declared = engine._config.zero_config, find_declared(engine)
+        zero, declared = engine._config.zero_config, find_declared_precision(engine)
         devices = [getattr(section, "device", None) for section in (zero.offload_optimizer, zero.offload_param)]
         precision = declared
         if declared == "float32":  # as `find_saved_precision` finds it in this engine's saves
@@ -255,8 +255,8 @@ class Target(ABC):
         """Map every parameter name, in order, to the parameter's first name."""
         return {name: name for name in self.params} | self.aliases
 
-    def list_recorded(self) -> Iterator[str]:
-        """List the names of the tensors in the module's state dict, in its order."""
+    def list_state_dict_names(self) -> Iterator[str]:
+        """Yield names of tensors in the module's state dict, in its order."""
         keys = self.list_keys()
         todo: list[tuple[str, Any]] = [("", self.engine.module.state_dict())]
         while todo:
@@ -339,8 +339,8 @@ class Target(ABC):
             if getattr(param, "ds_secondary_tensor", None) is not None:
                 param.ds_secondary_tensor = None
 
-    def find_other_kinds(self, index: AtomicIndex) -> Iterator[str]:
-        """Describe changes by torch's ``load_state_dict``: other optimizers, cast states."""
+    def list_optimizer_changes(self, index: AtomicIndex) -> Iterator[str]:
+        """Describe differences that DeepSpeed's load ignores: optimizer's kind, dtypes."""
         irregular: dict[ParamKey, set[str]] = defaultdict(set)
         for key in index.irregular:
             irregular[key.param].add(key.state)
@@ -366,7 +366,7 @@ class Target(ABC):
                 yield text
 
     def commit(self) -> None:
-        """Finish the fill of the buffers."""
+        """Finish the fill: on NVMe the new files replace DeepSpeed's."""
         for extension in self.extensions:
             extension.commit()
 

@@ -36,7 +36,7 @@ def _list_offloaded(engine: Any) -> list[str]:
 
 
 def _list_backed(engine: Any) -> list[int]:
-    """List sub-groups whose optimizer states partial offload does not save."""
+    """List sub-groups of a second optimizer (partial offload), which no save contains."""
     devices: dict[int, str] = getattr(engine.optimizer, "subgroup_to_device", {})
     is_split = hasattr(engine.optimizer, "backup_optimizer")
     return [number for number, device in devices.items() if is_split and device != "cpu"]
@@ -142,7 +142,7 @@ def describe_own_files(engine: Any, folder: str) -> tuple[str, str | None, dict[
     model, wrapped = engine._get_ckpt_name(load_dir, tag), engine.optimizer
     facts = {
         "ZeRO stage": int(engine.zero_optimization_stage()),
-        "precision": find_declared(engine),
+        "precision": find_declared_precision(engine),
         "model-parallel ranks": int(engine.mp_world_size),
         **{flag: bool(engine._config._param_dict.get(flag, False)) for row in REGISTRY for flag in row.flags},
         **{fact: value for row in REGISTRY for fact, value in row.facts.items()},
@@ -162,6 +162,6 @@ def describe_own_files(engine: Any, folder: str) -> tuple[str, str | None, dict[
     return model, engine._get_zero_ckpt_name(load_dir, tag), facts
 
 
-def find_declared(engine: Any) -> str:
-    """Return the precision that the ds_config sets, as ``find_precision`` does."""
+def find_declared_precision(engine: Any) -> str:
+    """Return the dtype name that the ds_config sets, ``float32`` by default."""
     return "bfloat16" if engine.bfloat16_enabled() else "float16" if engine.fp16_enabled() else "float32"

@@ -20,7 +20,7 @@ from .base import Target
 from .coverage import find_data_sampler
 from .optimizer import restore_hyper
 from .references import keep_scheduler_references, replace_method
-from .rule import compare_schedules, is_deepspeeds, read_scheduler, watch_schedule
+from .rule import compare_schedules, is_deepspeed_scheduler, read_scheduler, watch_schedule
 
 NOT_CLIENT = (
     "module",
@@ -61,23 +61,19 @@ def find_helpers(engine: Any) -> dict[str, Any]:
 
 
 def check_scheduler(engine: Any, saved: Mapping[str, Any]) -> None:
-    """Compare the saved scheduler's kind and number of param groups.
-
-    Raises:
-        MismatchError: they differ.
-    """
+    """Raise MismatchError if the scheduler has another kind or number of param groups."""
     state, scheduler = saved.get("lr_scheduler"), engine.lr_scheduler
     live = scheduler.state_dict() if hasattr(scheduler, "state_dict") else None
     if isinstance(state, Mapping) and isinstance(live, Mapping) and state and live and not state.keys() & live.keys():
         sides = (shorten([key for key in side if not str(key).startswith("_")], 3) for side in (state, live))
-        kept, expected = sides
+        saved_keys, live_keys = sides
         raise MismatchError(
-            f"The saved lr_scheduler is of another kind: it keeps {kept}, this run's {type(scheduler).__name__} keeps "
-            f"{expected}. Use the saved run's scheduler, or continue with this run's schedule by "
+            f"The saved lr_scheduler is of another kind: it keeps {saved_keys}, this run's {type(scheduler).__name__} "
+            f"keeps {live_keys}. Use the saved run's scheduler, or continue with this run's schedule by "
             "load_lr_scheduler_states=False."
         )
     kind, name = read_scheduler(saved.get("ds_config")).get("type"), type(scheduler).__name__
-    if state and is_deepspeeds(scheduler) and isinstance(kind, str) and kind != name:
+    if state and is_deepspeed_scheduler(scheduler) and isinstance(kind, str) and kind != name:
         raise MismatchError(
             f"The saved lr_scheduler is {kind}, this run's is {name}. Use the saved run's scheduler, or continue with "
             "this run's schedule by load_lr_scheduler_states=False."
@@ -95,16 +91,16 @@ def restore_helpers(engine: Any, saved: Mapping[str, Any], *, with_scheduler: bo
     """Restore lr scheduler, random-ltd scheduler and data sampler.
 
     Returns:
-        Warnings about replaced settings of a scheduler, and if only one side has one of them. The latter is no error: a
-        trainer may step a scheduler that the engine does not know, or the new run may have another one on purpose.
+        Warnings: replaced settings of a scheduler; one of the three is only saved or only live. The latter is no error:
+        a trainer may step a scheduler that the engine does not know, or the run may have another one on purpose.
     """
     helpers = find_helpers(engine)
     if not with_scheduler:
         del helpers["lr_scheduler"]
     live = {key for key, helper in helpers.items() if helper is not None}
-    kept = {key for key in helpers if saved.get(key) is not None}
+    stored = {key for key in helpers if saved.get(key) is not None}
     warnings = list[str]()
-    for key in (key for key in helpers if key in live & kept):
+    for key in (key for key in helpers if key in live & stored):
         if key == "data_sampler":
             _restore_sampler(helpers[key], saved[key])
         else:
@@ -113,7 +109,7 @@ def restore_helpers(engine: Any, saved: Mapping[str, Any], *, with_scheduler: bo
                 helpers[key].load_state_dict(saved[key])
             edits = [describe(), compare_schedules(engine, saved.get("ds_config")) * (key == "lr_scheduler")]
             warnings += filter(None, edits)
-    new, unused = (", ".join(key for key in helpers if key in one) for one in (live - kept, kept - live))
+    new, unused = (", ".join(key for key in helpers if key in one) for one in (live - stored, stored - live))
     if new:
         warnings.append(
             f"only this engine has {new}: it restarts at step {saved['global_steps']} of the run. Use the saved run's "
@@ -124,7 +120,7 @@ def restore_helpers(engine: Any, saved: Mapping[str, Any], *, with_scheduler: bo
             f"only the checkpoint has {unused}: its state is not used. Use the saved run's configuration, unless the "
             "change is intended or the trainer has its own."
         )
-    if "lr_scheduler" in live ^ kept:
+    if "lr_scheduler" in live ^ stored:
         warnings.append("load_lr_scheduler_states=False skips the lr_scheduler, and returns its saved state.")
     return warnings
 
@@ -144,7 +140,7 @@ def _restore_sampler(sampler: Any, saved: Mapping[str, Any]) -> None:
 
 
 def restore_rates(engine: Any) -> None:
-    """Set the restored scheduler's rates in param groups that kept live values.
+    """Set a restored scheduler's current rates in the optimizer's param groups.
 
     Schedulers act after a step, and torch's continue from the current rates. Without a scheduler the live rates stay.
     """
@@ -152,7 +148,7 @@ def restore_rates(engine: Any) -> None:
     if scheduler is None:
         return
     groups = engine.optimizer.param_groups
-    rates = scheduler.get_lr() if is_deepspeeds(scheduler) else getattr(scheduler, "_last_lr", None) or []
+    rates = scheduler.get_lr() if is_deepspeed_scheduler(scheduler) else getattr(scheduler, "_last_lr", None) or []
     for group, rate in zip(groups, rates, strict=False):
         restore_hyper(group, {"lr": float(rate)})
     moments = scheduler.get_mom() if hasattr(scheduler, "get_mom") else None  # DeepSpeed's OneCycle
@@ -177,7 +173,7 @@ def compare_scales(wrapped: Any, saved: Mapping[str, Any]) -> tuple[Any, Any] | 
     return scales if saved and None not in scales and scales[0] != scales[1] else None
 
 
-def _takes_clip(wrapped: Any) -> bool:
+def _restores_clipping(wrapped: Any) -> bool:
     return hasattr(wrapped, "clip_grad") and getattr(wrapped, "compute_grad_norm", True)
 
 
@@ -188,7 +184,7 @@ def restore_scaling(wrapped: Any, index: AtomicIndex) -> None:
     for key, value in saved.items() if is_same else ():
         if key != "dynamic" and hasattr(scaler, key):
             setattr(scaler, key, value)
-    if index.clip_grad is not None and _takes_clip(wrapped):
+    if index.clip_grad is not None and _restores_clipping(wrapped):
         wrapped.clip_grad = index.clip_grad
 
 
@@ -201,7 +197,7 @@ def list_scaling_changes(target: Target, index: AtomicIndex, *, with_states: boo
     wrapped, changes = target.wrapped, list[tuple[str, Any, Any, bool]]()
     if index.clip_grad is not None and target.optimizer is not None:
         live = wrapped.clip_grad if hasattr(wrapped, "clip_grad") else target.engine.gradient_clipping()
-        changes.append(("gradient_clipping", index.clip_grad, live, _takes_clip(wrapped)))
+        changes.append(("gradient_clipping", index.clip_grad, live, _restores_clipping(wrapped)))
     if index.topology.precision == target.topology.precision == "float16":
         if scales := compare_scales(wrapped, index.scaler):
             changes.append(("loss_scale", *scales, False))

@@ -15,7 +15,7 @@ _BLOCKED = ("step", "train_batch", "save_checkpoint", "save_16bit_model")
 
 
 def check_states(engine: Any, *, with_states: bool) -> None:
-    """Raise UnsupportedError if a load would leave half-changed optimizer states."""
+    """Raise UnsupportedError if the load would keep states that a failed one mixed up."""
     if find_state(engine).half_states and not with_states:
         raise UnsupportedError(
             "An earlier load failed while it filled the engine, so that its optimizer states are a mixture, and a "
@@ -45,7 +45,7 @@ def guard_engine(engine: Any, *, with_states: bool) -> Iterator[None]:
     except BaseException as interrupt:
         block_engine(engine, interrupt, with_states=with_states)
         raise
-    release(engine)
+    unblock_engine(engine)
 
 
 def block_engine(engine: Any, error: BaseException, *, with_states: bool) -> str:
@@ -73,7 +73,7 @@ def _refuse(message: str, _replaced: Any, *_: Any, **__: Any) -> NoReturn:
     raise CheckpointError(message)
 
 
-def release(engine: Any) -> None:
+def unblock_engine(engine: Any) -> None:
     """Unblock an engine; functions that a script had set as methods are restored."""
     state = find_state(engine)
     state.broken, state.half_states = "", False

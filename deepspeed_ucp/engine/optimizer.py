@@ -62,8 +62,8 @@ def probe_optimizer(optimizer: Any, group: int, hyper: Mapping[str, Any], like: 
         state = _step_shadow(optimizer, fields, param, torch.zeros_like(param))
         if state is not None:
             return _sort_states(state, param.shape)
-    kept = next((param for param in live["params"] if optimizer.state.get(param)), None)
-    return None if kept is None else replace(_sort_states(optimizer.state[kept], kept.shape), lazy=False)
+    stepped = next((param for param in live["params"] if optimizer.state.get(param)), None)
+    return None if stepped is None else replace(_sort_states(optimizer.state[stepped], stepped.shape), lazy=False)
 
 
 def is_muon_group(optimizer: Any, group: int) -> bool:
@@ -72,7 +72,7 @@ def is_muon_group(optimizer: Any, group: int) -> bool:
 
 
 def depends_on_cut(optimizer: Any, group: int, like: torch.Tensor) -> bool:
-    """Return True if a step on two halves differs from a step on the whole tensor."""
+    """Return True if steps on halves differ from one on a whole; False if unknown."""
     live = optimizer.param_groups[group]
     # The halves have other norms than the whole.
     whole = torch.tensor((0.5, 1.0, 2.0, 40.0, 70.0, 90.0), dtype=like.dtype, device=like.device)
@@ -147,12 +147,12 @@ def find_other_kind(
         scalars: names of saved one-element states, such as a factored optimizer's row states of one-row parameters.
     """
     live = optimizer.param_groups[group]
-    kept = probe_optimizer(optimizer, group, {}, like)
-    if kept is None:
+    kinds = probe_optimizer(optimizer, group, {}, like)
+    if kinds is None:
         return ""
-    names = {*kept.elementwise, *kept.other}
-    have = {*saved, *names.intersection(scalars)}
-    if names == have or (names < have and _is_same_class(live, hyper)):
+    names = {*kinds.elementwise, *kinds.other}
+    saved_names = {*saved, *names.intersection(scalars)}
+    if names == saved_names or (names < saved_names and _is_same_class(live, hyper)):
         return ""
     old, new = (", ".join(sorted(states)) or "none" for states in (saved, names))
     return f"optimizer states {old} → {new}"
@@ -201,13 +201,13 @@ def restore_hyper(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
             group[key] = value
 
 
-def restore_scalar(name: str, value: Any, kept: StateKinds | None) -> Any:
+def restore_scalar(name: str, value: Any, kinds: StateKinds | None) -> Any:
     """Convert a saved scalar to the optimizer's form, a tensor or a number.
 
-    A fraction never becomes an integer. If the form is unknown, integers stay, and floats become tensors that have the
-    same value.
+    A fraction never becomes an integer. If the form is unknown (``kinds`` is None), integers stay, and floats become
+    tensors that have the same value.
     """
-    example, is_whole = kept.scalars.get(name) if kept else None, float(value).is_integer()
+    example, is_whole = kinds.scalars.get(name) if kinds else None, float(value).is_integer()
     if isinstance(example, torch.Tensor):
         dtype = example.dtype if is_whole or example.is_floating_point() else torch.float32
         return torch.full(example.shape, value, dtype=dtype, device=example.device)
@@ -215,5 +215,5 @@ def restore_scalar(name: str, value: Any, kept: StateKinds | None) -> Any:
         return bool(value)
     if isinstance(example, (int, float)):
         return type(example)(value) if is_whole else float(value)
-    made = torch.tensor(float(value))
-    return value if isinstance(value, int) or made.item() != value else made
+    as_tensor = torch.tensor(float(value))
+    return value if isinstance(value, int) or as_tensor.item() != value else as_tensor

@@ -117,7 +117,7 @@ class Share:
     is_first_replica: bool
 
     def name_parts(self, name: str, shape: Shape) -> dict[str, Shape]:
-        """Return the whole model's parameters in a parameter of the module, with shapes."""
+        """Map a rank's parameter to the whole model's parameters in it, with shapes."""
         return {name: shape}
 
 

@@ -60,8 +60,8 @@ def keep_scheduler_references(engine: Any) -> Iterator[None]:
     A scheduler that does not exclude them from its state dict loads copies of them.
     """
     schedulers = list(_list_schedulers(engine.lr_scheduler))
-    known = _list_referenced(engine) if schedulers else ()
-    references = [_find_references(scheduler, known) for scheduler in schedulers]
+    ids = _list_referenced(engine) if schedulers else ()
+    references = [_find_references(scheduler, ids) for scheduler in schedulers]
     yield
     for scheduler, fields in zip(schedulers, references, strict=True):
         vars(scheduler).update(fields)
@@ -80,7 +80,7 @@ def _list_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def _set_state_in_place(optimizer: Any, set_state: Callable[[Any], None], loaded: dict[str, Any]) -> None:
-    """Replace ``__setstate__``: write the loaded state into the optimizer's objects."""
+    """Replacement of ``__setstate__`` that writes into the optimizer's own objects."""
     groups, new, filled = optimizer.param_groups, loaded["param_groups"], set[int]()
     merged = [update_in_place(*pair, filled) for pair in zip(groups, new, strict=False)]
     groups[:] = [*merged, *new[len(merged) :]]
@@ -152,12 +152,12 @@ def _list_referenced(engine: Any) -> set[int]:
     return set(map(id, objects))
 
 
-def _find_references(holder: Any, known: Collection[int]) -> dict[str, Any]:
-    """Find attributes that are objects with ``known`` ids, or lists of such objects."""
+def _find_references(holder: Any, ids: Collection[int]) -> dict[str, Any]:
+    """Find attributes that are objects with these ids, or lists of such objects."""
 
     def refers(value: Any) -> bool:
-        return id(value) in known or (
-            isinstance(value, (list, tuple)) and bool(value) and all(id(part) in known for part in value)
+        return id(value) in ids or (
+            isinstance(value, (list, tuple)) and bool(value) and all(id(part) in ids for part in value)
         )
 
     return {key: value for key, value in vars(holder).items() if refers(value)}

@@ -21,7 +21,7 @@ from ..model.wrappers import USE_MUON
 from .optimizer import adopt_hyper
 
 Fields = Mapping[str, Any]
-"""A param group."""
+"""A param group, or a section of a ds_config."""
 
 KEEP_LIVE = '"checkpoint": {"universal": {"param_groups": "live"}}'
 
@@ -57,11 +57,11 @@ def find_other_rule(optimizer: Any, live: Fields, saved: Fields, configured: Fie
     """
     if "lr" not in saved:  # an elastic save has no hyper-parameters
         return ""
-    marks, kind = (_find_mark(saved), _find_mark(live)), type(optimizer).__name__
+    marks, kind = (_identify_rule(saved), _identify_rule(live)), type(optimizer).__name__
     if marks[0] != marks[1]:
         like = marks[0] or "another optimizer"
         return f"the saved param groups are like those of {like}, this run's optimizer is {kind}"
-    arguments = [key for key in list_given(optimizer, live) if key in getattr(optimizer, "defaults", {})]
+    arguments = [key for key in list_args(optimizer, live) if key in getattr(optimizer, "defaults", {})]
     faults = [
         f"{key} is in no saved group, {live[key]} here" for key in arguments if _is_added(live[key], key in saved)
     ]
@@ -76,10 +76,10 @@ def find_other_rule(optimizer: Any, live: Fields, saved: Fields, configured: Fie
 
 
 def find_doubt(optimizer: Any, live: Fields, saved: Fields, configured: Fields, live_configured: Fields) -> str:
-    """Warn if Adam may have changed between coupled and decoupled weight decay.
+    """Describe a possible change of Adam between coupled and decoupled weight decay.
 
     Torch before 2.7 does not save it. DeepSpeed's own Adam decouples by default; the ds_config has the setting, but
-    before 0.19 without ``adam_w_mode``. Returns an empty text if there is no doubt.
+    before 0.19 without ``adam_w_mode``. Returns an empty text if a change is excluded or certain.
     """
     mode, is_deepspeed = _read_live_mode(optimizer, live), ["bias_correction" in fields for fields in (saved, live)]
     if mode is None or not saved.get("weight_decay") or _read_saved_mode(saved, configured) is not None:
@@ -95,7 +95,7 @@ def find_doubt(optimizer: Any, live: Fields, saved: Fields, configured: Fields, 
     )
 
 
-def list_edits(
+def find_edits(
     optimizer: Any,
     pairs: Iterable[tuple[Fields, Fields]],
     scheduler: Any,
@@ -104,7 +104,7 @@ def list_edits(
     takes_saved: bool,
     with_scheduler: bool = True,
 ) -> str:
-    """Describe hyper-parameters that the script changed, and which values are used.
+    """Describe hyper-parameters that differ from the saved, and which values are used.
 
     Changes by a scheduler do not count: the initial rates are compared, if the groups have them.
 
@@ -121,7 +121,7 @@ def list_edits(
             rate = {}
         cycles = hasattr(scheduler, "get_mom") or bool(getattr(scheduler, "cycle_momentum", False))
         cycled = ("betas", "momentum") if cycles or "max_momentum" in {*live, *saved} else ()
-        keys = [key for key in list_given(optimizer, live) if key in saved and key not in cycled]
+        keys = [key for key in list_args(optimizer, live) if key in saved and key not in cycled]
         values = {**rate, **{key: (saved[key], live[key]) for key in keys}}
         edits.update(f"{key} {_show(old)} → {_show(new)}" for key, (old, new) in values.items() if _differ(old, new))
     if not edits:
@@ -135,17 +135,17 @@ def list_edits(
     return f"hyper-parameters of this run differ from the saved: {shorten(counts)}; {action}."
 
 
-def list_one_sided(optimizer: Any, pairs: Iterable[tuple[Fields, Fields]]) -> str:
+def find_one_sided(optimizer: Any, pairs: Iterable[tuple[Fields, Fields]]) -> str:
     """Describe effective hyper-parameters that only one side has.
 
     Applies to loads that use saved values. Excludes switches that :func:`find_other_rule` compares.
     """
     added, dropped = dict[str, None](), dict[str, None]()
     for live, saved in pairs:
-        adopted, kept = adopt_hyper(live, saved), drop_labels(live)
-        keys = [key for key in ("lr", *list_given(optimizer, kept)) if key in kept and key not in adopted]
-        added |= dict.fromkeys(key for key in keys if _is_added(kept[key], known=False))
-        idle = {*kept, *adopted, *_IDLE, *((*_SWITCHES, _DECOUPLED) if "lr" in saved else ())}
+        adopted, labelless = adopt_hyper(live, saved), drop_labels(live)
+        keys = [key for key in ("lr", *list_args(optimizer, labelless)) if key in labelless and key not in adopted]
+        added |= dict.fromkeys(key for key in keys if _is_added(labelless[key], known=False))
+        idle = {*labelless, *adopted, *_IDLE, *((*_SWITCHES, _DECOUPLED) if "lr" in saved else ())}
         dropped |= dict.fromkeys(key for key, value in saved.items() if key not in idle and value)
     texts = [f"do not have {shorten(added)} (this run's are kept)"] * bool(added)
     texts += [f"have {shorten(dropped)} (ignored: {type(optimizer).__name__} does not have them)"] * bool(dropped)
@@ -153,10 +153,10 @@ def list_one_sided(optimizer: Any, pairs: Iterable[tuple[Fields, Fields]]) -> st
 
 
 def watch_edits(engine: Any, *, with_scheduler: bool = True) -> Callable[[Fields | None], str]:
-    """Record an engine's hyper-parameters, which DeepSpeed's load will replace.
+    """Copy an engine's hyper-parameters before DeepSpeed's load replaces them.
 
     Returns:
-        A function that takes the loaded client state and describes replaced values, like :func:`list_edits`.
+        A function that takes the loaded client state and describes replaced values, like :func:`find_edits`.
     """
     before = _copy_groups(engine)
     describe_schedule = watch_schedule(engine.lr_scheduler if with_scheduler else None)
@@ -169,14 +169,14 @@ def watch_edits(engine: Any, *, with_scheduler: bool = True) -> Callable[[Fields
         configured = config.get("optimizer") if isinstance(config, dict) else None
         pairs = zip(before, _copy_groups(engine), strict=False)
         options = {"takes_saved": True, "with_scheduler": with_scheduler}
-        edits = list_edits(engine.basic_optimizer, pairs, engine.lr_scheduler, configured or {}, **options)
+        edits = find_edits(engine.basic_optimizer, pairs, engine.lr_scheduler, configured or {}, **options)
         return " ".join(filter(None, (edits, schedule)))
 
     return describe
 
 
 def watch_schedule(scheduler: Any) -> Callable[[], str]:
-    """Record the settings of a scheduler, which a load may replace by the saved ones.
+    """Copy the settings of a scheduler before a load may replace them.
 
     Returns:
         A function that describes the replaced settings.
@@ -196,8 +196,8 @@ def watch_schedule(scheduler: Any) -> Callable[[], str]:
     return describe
 
 
-def is_deepspeeds(scheduler: Any) -> bool:
-    """Return True for a scheduler of DeepSpeed's, whose state is only a position."""
+def is_deepspeed_scheduler(scheduler: Any) -> bool:
+    """Return True for DeepSpeed's own schedulers, whose state is only a position."""
     return type(scheduler).__module__.startswith("deepspeed")
 
 
@@ -208,10 +208,10 @@ def read_scheduler(config: Any) -> Fields:
 
 
 def compare_schedules(engine: Any, config: Any) -> str:
-    """Describe differences of a DeepSpeed scheduler's settings from a saved ds_config's."""
+    """Describe how a DeepSpeed scheduler's settings differ from a saved ds_config's."""
     saved, live = read_scheduler(config).get("params"), getattr(engine, "_config", None)
     live = getattr(live, "scheduler_params", None)
-    if not (isinstance(saved, Mapping) and isinstance(live, Mapping) and is_deepspeeds(engine.lr_scheduler)):
+    if not (isinstance(saved, Mapping) and isinstance(live, Mapping) and is_deepspeed_scheduler(engine.lr_scheduler)):
         return ""
     edits = [
         f"{key} {_show(saved.get(key))} → {_show(live.get(key))}"
@@ -227,8 +227,8 @@ def _read_settings(scheduler: Any) -> Fields:
     if not hasattr(scheduler, "state_dict"):
         return {}
     state, names = scheduler.state_dict(), inspect.signature(type(scheduler)).parameters
-    given = {name: state[name] for name in names if name in state and name != "last_epoch"}
-    return {name: [*value.elements()] if isinstance(value, Counter) else value for name, value in given.items()}
+    settings = {name: state[name] for name in names if name in state and name != "last_epoch"}
+    return {name: [*value.elements()] if isinstance(value, Counter) else value for name, value in settings.items()}
 
 
 def _copy_groups(engine: Any) -> list[dict[str, Any]]:
@@ -247,15 +247,15 @@ def read_configured(engine: Any) -> Fields:
     return {"type": getattr(config, "optimizer_name", None), "params": params} if params else {}
 
 
-def list_given(optimizer: Any, live: Fields) -> list[str]:
-    """List constructor arguments and users' own keys in a live param group."""
+def list_args(optimizer: Any, live: Fields) -> list[str]:
+    """List a live param group's effective arguments of constructors, and users' keys."""
     makers = [vars(kind)["__init__"] for kind in type(optimizer).__mro__ if "__init__" in vars(kind)]
-    known = {name for maker in makers for name in inspect.signature(maker).parameters}
+    arguments = {name for maker in makers for name in inspect.signature(maker).parameters}
     defaults = getattr(optimizer, "defaults", {})
-    return [key for key in live if key not in _IDLE and (key in known or key not in defaults)]
+    return [key for key in live if key not in _IDLE and (key in arguments or key not in defaults)]
 
 
-def _find_mark(fields: Fields) -> str:
+def _identify_rule(fields: Fields) -> str:  # empty if unknown
     if USE_MUON in fields:
         return "Muon" if fields[USE_MUON] else "Adam"
     return next((rule for rule, keys in _MARKS if fields.keys() >= set(keys)), "")

@@ -105,7 +105,7 @@ def inspect_engine(context: LoadContext) -> tuple[Target, Naming]:
         keys={key: name for _, keys, _ in answers for key, name in keys.items()},
         rename=partial(find_renamed, rules=context.rules),
         ep=target.ep,
-        list_recorded=target.list_recorded,
+        list_recorded=target.list_state_dict_names,
         weights_only=not (context.with_states and has_masters),
     )
     return target, naming
@@ -187,7 +187,7 @@ def list_unproven(context: LoadContext, target: Target | None, index: AtomicInde
         doubts += [name for name, is_given in arguments.items() if is_given]
         doubts += list_unknown(target, index)
     if target is not None and index is not None:
-        doubts += target.find_other_kinds(index) if context.with_states else ()
+        doubts += target.list_optimizer_changes(index) if context.with_states else ()
         doubts = doubts or list_other_orders(context, target, index)  # the direct load compares the orders itself
     named = shorten(dict.fromkeys(doubts))
     return [f"DeepSpeed's own load is not known to be right with: {named}"] if doubts else []

@@ -31,7 +31,7 @@ from ..convert import ConvertOptions, convert_index, default_destination
 from ..engine.base import Target
 from ..engine.coverage import describe_own_files, list_pending, list_unsaved
 from ..engine.finish import end_load_event, refresh_after_own_load, wait_behind_reads
-from ..engine.guard import block_engine, release
+from ..engine.guard import block_engine, unblock_engine
 from ..engine.references import keep_references
 from ..engine.rule import watch_edits
 from ..engine_state import find_state
@@ -204,7 +204,7 @@ def _run_deepspeed_load(context: LoadContext, folder: str, target: Target | None
         error.add_note(block_engine(context.engine, error, with_states=with_states))
         raise
     context.warn_all(loaded[0], lambda: filter(None, [describe_edits(loaded[1])]))
-    release(context.engine)
+    unblock_engine(context.engine)
     return loaded
 
 

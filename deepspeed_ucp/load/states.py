@@ -12,7 +12,7 @@ import torch
 from ..engine.base import Target, dtype_name
 from ..engine.optimizer import StateKinds, depends_on_cut, probe_optimizer, restore_hyper, restore_scalar
 from ..engine.references import update_in_place
-from ..engine.rule import KEEP_LIVE, find_doubt, find_other_rule, list_edits, list_one_sided, read_configured
+from ..engine.rule import KEEP_LIVE, find_doubt, find_edits, find_one_sided, find_other_rule, read_configured
 from ..errors import MismatchError, shorten
 from ..formats.deepspeed.headers import Unread
 from ..model.index import AtomicIndex
@@ -261,12 +261,12 @@ def describe_hyper(context: LoadContext, target: Target, index: AtomicIndex, mat
     pairs = [(groups[live], saved[number]) for live, numbers in sorted(match.groups.items()) for number in numbers]
     with_scheduler, scheduler = context.load_lr_scheduler_states, engine.lr_scheduler
     notes = [
-        list_edits(
+        find_edits(
             optimizer, pairs, scheduler, index.configured, takes_saved=takes_saved, with_scheduler=with_scheduler
         )
     ]
     if takes_saved:
-        notes += [list_one_sided(optimizer, pairs)]
+        notes += [find_one_sided(optimizer, pairs)]
         notes += [find_doubt(optimizer, *pair, index.configured, read_configured(engine)) for pair in pairs]
     return list(dict.fromkeys(filter(None, notes)))
 

@@ -23,7 +23,7 @@ from deepspeed_ucp.engine.finish import (
     restore_helpers,
     restore_scaling,
 )
-from deepspeed_ucp.engine.guard import block_engine, release
+from deepspeed_ucp.engine.guard import block_engine, unblock_engine
 from deepspeed_ucp.engine.optimizer import probe_optimizer, restore_scalar
 from deepspeed_ucp.engine.references import keep_references, replace_method
 from deepspeed_ucp.engine.rule import watch_edits
@@ -192,7 +192,7 @@ def test_a_blocked_engine_raises_until_it_is_released() -> None:
         with pytest.raises(CheckpointError, match="gone.*a part of the checkpoint"):
             use()
     assert not hasattr(engine, "train_batch")
-    release(engine)
+    unblock_engine(engine)
     assert (engine.step(), engine.save_checkpoint("here")) == ("stepped", "saved to here")
     assert vars(engine).keys() <= {"_ucp_state"}
     engine.step = script_step = lambda: "the script's"
@@ -200,7 +200,7 @@ def test_a_blocked_engine_raises_until_it_is_released() -> None:
         block_engine(engine, OSError(text), with_states=False)
     with pytest.raises(CheckpointError, match="twice"):
         engine.step()
-    release(engine)
+    unblock_engine(engine)
     assert engine.step is script_step
 
 

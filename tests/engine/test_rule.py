@@ -19,7 +19,7 @@ from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from torch.optim import lr_scheduler as torch_schedules
 
-from deepspeed_ucp.engine.rule import find_doubt, find_other_rule, list_edits, list_given, list_one_sided, watch_edits
+from deepspeed_ucp.engine.rule import find_doubt, find_edits, find_one_sided, find_other_rule, list_args, watch_edits
 from deepspeed_ucp.formats.deepspeed.headers import Unread
 from tests.engine.test_engine_references import SCHEDULERS
 
@@ -91,7 +91,7 @@ def test_another_optimizer_class_with_equal_states_is_detected() -> None:
         found = find(optimizer, {**group, "weight_decay": 0.0})
         assert bool(found) is not is_same, (saved, live)
         assert not found or live.__name__ in found
-        one_sided = list_one_sided(optimizer, [(optimizer.param_groups[0], group)])
+        one_sided = find_one_sided(optimizer, [(optimizer.param_groups[0], group)])
         assert not (one_sided and is_same), (saved, live)
 
 
@@ -99,7 +99,7 @@ def list_changes(
     optimizer: Any, *saved: dict[str, Any], scheduler: Any = None, configured: Any = None, **options: Any
 ) -> str:
     pairs = [(optimizer.param_groups[0], group) for group in saved]
-    return list_edits(optimizer, pairs, scheduler, configured or {}, **{"takes_saved": True, **options})
+    return find_edits(optimizer, pairs, scheduler, configured or {}, **{"takes_saved": True, **options})
 
 
 def test_every_changed_entry_of_an_optimizer_is_described(subtests: pytest.Subtests) -> None:
@@ -112,7 +112,7 @@ def test_every_changed_entry_of_an_optimizer_is_described(subtests: pytest.Subte
             with subtests.test(kind=kind.__name__, key=key):
                 if isinstance(value, bool) or (value is None and key in UNACTING):
                     check_switch(kind, key, bool(value))
-                elif isinstance(value, int | float | tuple) and key in list_given(optimizer, group):
+                elif isinstance(value, int | float | tuple) and key in list_args(optimizer, group):
                     other = tuple(each and each / 2 for each in value) if isinstance(value, tuple) else value / 2 + 0.25
                     text = list_changes(optimizer, {**group, key: other})
                     assert f"saved: {key} " in text and '"param_groups": "live"' in text
@@ -148,7 +148,7 @@ def test_hyper_parameters_that_only_one_side_has_are_described() -> None:
         (saved | {"lr": 0.5, "maximize": True}, ""),  # refused as another update rule
         (saved | {"lr": Unread("function f", "1")}, f"{front}lr {kept}"),
     ):
-        assert list_one_sided(live, [(group, fields)] * 2) == text
+        assert find_one_sided(live, [(group, fields)] * 2) == text
 
 
 # -- weight decay of Adam
@@ -260,7 +260,7 @@ def test_keys_that_the_user_adds_to_groups_do_not_change_the_rule() -> None:
     live.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], "lr_scale": 0.5, "label": "b", "mine": True})
     group, saved = live.param_groups[1], {**group_of(live), "lr_scale": 0.25, "label": "b", "mine": False}
     assert find_other_rule(live, group, saved, {}) == ""
-    text = list_edits(live, [(group, saved)], None, {}, takes_saved=True)
+    text = find_edits(live, [(group, saved)], None, {}, takes_saved=True)
     assert "saved: lr_scale 0.25 → 0.5, mine False → True;" in text
 
 

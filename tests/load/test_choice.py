@@ -81,7 +81,7 @@ def test_other_optimizer_states_or_rules_are_differences(
 
     change_file(file, convert)
     target = FakeTarget(MODEL, Topology(1), 0, optimizer)
-    assert list(target.find_other_kinds(open_for(path, target))) == expected
+    assert list(target.list_optimizer_changes(open_for(path, target))) == expected
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Adafactor"), reason="torch 2.5")
@@ -93,7 +93,7 @@ def test_adafactors_one_row_state_does_not_count_as_another_optimizer(tmp_path: 
     take_a_step(optimizer)
     change_file(path / STATES, lambda tree: tree.update(optimizer=optimizer.state_dict()))
     target = FakeTarget(model, topology, 0, torch.optim.Adafactor)
-    assert list(target.find_other_kinds(open_for(path, target))) == []
+    assert list(target.list_optimizer_changes(open_for(path, target))) == []
 
 
 def test_frozen_parameters_of_another_shape_or_saved_trainable_are_differences(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_element_orders_are_compared_only_without_other_differences(monkeypatch:
     compare = mock.Mock(return_value=["another order"])
     monkeypatch.setattr(choice, "list_other_orders", compare)
     monkeypatch.setattr(choice, "list_unknown", lambda *_: [])
-    target: Any = SimpleNamespace(find_other_kinds=lambda _index: [])
+    target: Any = SimpleNamespace(list_optimizer_changes=lambda _index: [])
     for options in ({}, {"param_groups": "live"}):
         assert choice.list_unproven(make_job(UpstreamEngine(), Comm(), **options), target, make_index({"w": (4, 3)}))
         assert compare.call_count == 1

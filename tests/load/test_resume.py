@@ -18,7 +18,7 @@ import torch
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
-from deepspeed_ucp.engine.guard import block_engine, release
+from deepspeed_ucp.engine.guard import block_engine, unblock_engine
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import CheckpointError, OutOfReachError, RemoteError, StorageError, UnsupportedError
 from deepspeed_ucp.formats import open_checkpoint
@@ -148,7 +148,7 @@ class FallingBack:
             block_engine(job.engine, self.fails[tag], with_states=True)
         if tag in self.fails:
             raise self.fails[tag]
-        release(job.engine)
+        unblock_engine(job.engine)
         return tag, None
 
     def load(self, **options: Any) -> str | None:
