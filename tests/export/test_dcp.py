@@ -78,6 +78,16 @@ def test_a_dcp_export_of_a_tensor_parallel_run_has_whole_tensors(tmp_path: Path)
         check_same(found, {key: value[:rows] for key, value in states.items()} | {"step": torch.tensor(3.0)})
 
 
+def test_a_dcp_export_of_only_weights_may_have_16_bits(tmp_path: Path) -> None:
+    index = open_model(tmp_path, Topology(3, 2))
+    options = ExportOptions(dtype="bfloat16", tied="drop")
+    export_dcp(index, str(tmp_path / "out"), options=options, weights_only=True)
+    tree = read_all(tmp_path / "out")
+    assert set(tree) == {"model"} and "head.weight" not in tree["model"]
+    expected = random_state(MODEL, 0).atoms["b.weight"]["fp32"].bfloat16()
+    check_same({"b": tree["model"]["b.weight"]}, {"b": expected})
+
+
 def test_chunks_of_large_tensors_are_spread_over_files(tmp_path: Path) -> None:
     """Only bytes of tied names are read twice."""
     model = Model((Param("a", (900, 3000)), Param("b", (4,)), Param("c", (900, 3000), alias_of="a")))

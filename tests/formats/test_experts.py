@@ -21,6 +21,7 @@ from deepspeed_ucp.extensions.experts.saved import SavedExperts
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.files import sort_roles
 from deepspeed_ucp.formats.deepspeed.headers import FileHeader, HeaderDelta, HeaderTemplate, Piece, encode_header
+from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.formats.open import survey_checkpoint
 from deepspeed_ucp.model.records import Record
 from tests.formats.saves import STATES, Files, edit, make_files, open_alone, open_files
@@ -111,6 +112,29 @@ CONTRADICTIONS: list[tuple[Model, tuple[int, ...], Callable[..., Files], list[An
 ]  # fmt: skip
 
 
+PAIR = Model(
+    tuple(Param(f"{layer}{NATIVE}{n}.w", (4, 3)) for layer in "ab" for n in range(2)),
+    experts=(ExpertLayer("a", 2), ExpertLayer("b", 2)),
+)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (4, "has a param group in 4 partitions, which does not divide the 2 ranks"),
+        *((count, rf"was saved by \(2, 2, {count}\) ranks, the model states say 2") for count in (0, 3, 16)),
+    ],
+)
+def test_partitions_that_do_not_divide_the_ranks_are_refused(count: int, text: str, tmp_path: Path) -> None:
+    """Degrees of two layers differ. Four ranks may hold a whole expert, two hold one that is cut."""
+    files = make_files(PAIR, replace(CUT, ep=(2, 1)))
+    for name, content in files.items():
+        if "optim_states" in name:
+            content["optimizer_state_dict"]["partition_count"][-1] = count
+    with pytest.raises(CheckpointError, match=text):
+        open_files(tmp_path, files)
+
+
 @pytest.mark.parametrize(("model", "ep", "change", "options", "text"), CONTRADICTIONS)
 def test_files_that_contradict_each_other_about_experts_are_refused(
     model: Model, ep: tuple[int, ...], change: Callable[..., Files], options: list[Any], text: str, tmp_path: Path
@@ -144,14 +168,20 @@ TWINS = Model(
 
 
 def open_twins(
-    folder: Path, a: tuple[float, float], b: tuple[float, float], again: tuple[float, float], **recorded: Any
+    folder: Path,
+    a: tuple[float, float],
+    b: tuple[float, float],
+    again: tuple[float, float],
+    stage: int = 1,
+    **recorded: Any,
 ) -> dict[str, str]:
     """Return the ties of a save with two layers of one expert, and a second name of one of these layers.
 
     Args:
         a, b, again: values of the weight and the bias under each name.
+        stage: of ZeRO; of stage 0 only weights are read.
     """
-    files = make_files(TWINS, Topology(1, 1))
+    files = make_files(TWINS, Topology(stage, 1))
     for number, values in enumerate((a, b)):
         held = files[expert_file(number, 0)]
         for name, value in zip(list(held), values, strict=True):
@@ -159,7 +189,7 @@ def open_twins(
     second = {f"again{NATIVE}0.{end}": torch.full((2, 3), value) for end, value in zip("wb", again, strict=True)}
     files[STATES]["module"] |= second
     files[STATES] |= recorded
-    return dict(open_files(folder, files).aliases)
+    return dict(open_files(folder, files, Naming(weights_only=stage == 0)).aliases)
 
 
 TIES = {f"again{NATIVE}0.{end}": f"b{NATIVE}0.{end}" for end in "wb"}
@@ -179,9 +209,10 @@ TRAINED = [{f"{layer}{NATIVE}0.{end}": torch.Size((2, 3)) for layer in ("a", "b"
     [
         (((1, 9), (2, 8), (2, 9)), {}, "no layer of experts has the same bytes"),
         (((1, 9), (2, 9), (2, 9)), {"param_shapes": TRAINED}, "in again.*but 0 experts of the layer have files"),
+        (((1, 9), (2, 9), (2, 9)), {"param_shapes": TRAINED, "stage": 0}, "but the optimizer has it under this name"),
         ((EQUAL, EQUAL, EQUAL), {}, r"the experts of a\..*, b\..* have the same bytes"),
     ],
-    ids=["some tensors equal", "trained", "ambiguous"],
+    ids=["some tensors equal", "trained", "trained, weights", "ambiguous"],
 )
 def test_layers_that_may_have_no_second_name_are_refused(
     values: Any, recorded: dict[str, Any], text: str, tmp_path: Path

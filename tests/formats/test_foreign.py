@@ -454,6 +454,9 @@ def test_commands_accept_dcp(saved: Path, tmp_path: Path, capsys: pytest.Capture
     assert main(["inspect", str(saved), "--param", "first.weight"]) == 0
     blocks = re.findall(r"\[(?:\d+:\d+, )+\d+:\d+\]", capsys.readouterr().out)
     assert blocks == ["[0:32, 0:3]", "[0:32, 3:6]", "[32:64, 0:3]", "[32:64, 3:6]"] * 3 * tiled
+    assert main(["inspect", str(saved)]) == 0
+    assert "written by  torch.distributed.checkpoint, float32" in capsys.readouterr().out
+    assert main(["plan", str(saved), "--target", "zero=3,dp=2"]) == 0
     assert main(["list", str(saved)]) == 0
     line = capsys.readouterr().out.splitlines()[-1]
     assert "torch.distributed.checkpoint" in line and line.split()[1] == "3"

@@ -292,3 +292,17 @@ def test_an_earlier_saves_swap_files_in_a_nearer_place_are_skipped(
     assert all(file.path.startswith(str(folder)) for file in swapped)
     convert_index(index, str(folder), str(tmp_path / "out"), Comm(), options)
     assert read_bytes(tmp_path / "out") == read_bytes(tmp_path / "right")
+
+
+def test_every_command_accepts_swapped_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    swapped, plain = tmp_path / "swapped", tmp_path / "plain"
+    write(swapped)
+    write(plain, (), edit=forget_offload)
+    assert main(["diff", str(swapped), str(plain)]) == 0
+    for folder in (swapped, plain):
+        assert main(["convert", str(folder), f"{folder}-atomic"]) == 0
+        assert main(["export", str(folder), f"{folder}-exported"]) == 0
+    assert main(["diff", f"{swapped}-atomic", f"{plain}-atomic"]) == 0
+    assert main(["verify", f"{swapped}-atomic"]) == 0
+    for command in (["inspect"], ["verify"], ["plan", "--target", "zero=1,dp=3"]):
+        assert main([command[0], str(swapped), *command[1:]]) == 0, capsys.readouterr()

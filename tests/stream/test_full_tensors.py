@@ -13,13 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.errors import MismatchError
+from deepspeed_ucp.errors import CheckpointError, MismatchError
 from deepspeed_ucp.io.read import Checked
 from deepspeed_ucp.model.storage import COPY, MASTER, AtomKey, Atoms
 from deepspeed_ucp.stream.full_tensors import assemble_full_tensors
 from deepspeed_ucp.stream.reader import AtomReader, verify_reads
 from deepspeed_ucp.tensor_parallel.kinds import ShardH
 from deepspeed_ucp.tensor_parallel.rules import from_config
+from tests.support.damage import flip_bit
 from tests.support.reshard import examples, open_everywhere, temporary_folder
 from tests.support.reshard3d import SavedRun, draw_state, make_config, make_plain, open_run, rules_of, trips
 from tests.support.wholes import check_atoms, read_whole
@@ -42,6 +43,19 @@ def test_full_tensors_are_the_inverse_of_the_cut(trip: Any, step: int | None) ->
 
 def make_plain_source(tp: int) -> SavedRun:
     return draw_state(make_plain(("norm", "row", "qkv", "column")), Topology(1, 2, tp=tp))
+
+
+def test_every_source_byte_is_read_once(tmp_path: Path) -> None:
+    saved_run = make_plain_source(2)
+    index = open_run(saved_run, tmp_path)
+    wholes = assemble_full_tensors(index, rules_of(saved_run))
+    checks = list[Checked]()
+    with AtomReader(index) as reader:
+        for whole in wholes.tensors.values():
+            read_whole(reader, whole, 7, checks)
+    touched = {check.record for check in checks}
+    rest = verify_reads(checks, index, Comm())
+    assert sum(check.nbytes for check in checks) + rest == sum(index.records[number].nbytes for number in touched)
 
 
 def test_adjacent_items_are_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,6 +111,23 @@ def test_patterns_of_whole_tensors_are_kept_for_later_cuts(tmp_path: Path) -> No
     assert wholes.tensors[AtomKey("body.row", MASTER)].view is None
     with pytest.raises(MismatchError, match=r"body\.norm"):
         assemble_full_tensors(index, from_config([{"match": r"body\.norm", "pattern": "shard-h"}]))
+
+
+@pytest.mark.parametrize("place", ["atom", "padding"])
+def test_a_flipped_bit_is_detected_in_a_full_tensor(tmp_path: Path, place: str) -> None:
+    """It is in an atom's bytes, or in padding outside all atoms."""
+    saved_run = draw_state(make_plain(("norm",)), Topology(1, 2))
+    index = open_run(saved_run, tmp_path)
+    whole = assemble_full_tensors(index).tensors[AtomKey("body.norm", MASTER)]
+    last = whole.atom.shards[0].list_fragments(whole.atom.state)[-1]
+    padded = last.offset + last.numel * 4 < index.records[last.record].nbytes
+    assert place == "atom" or padded, "the last partition is padded"
+    flip_bit(index, "body.norm", MASTER, last.offset if place == "atom" else -1)
+    checks = list[Checked]()
+    with AtomReader(index) as reader:
+        read_whole(reader, whole, checks=checks)
+    with pytest.raises(CheckpointError, match="CRC32"):
+        verify_reads(checks, index, Comm())
 
 
 def test_the_users_rule_applies_to_buffers_that_are_equal_on_all_ranks(tmp_path: Path) -> None:

@@ -88,6 +88,16 @@ class Case(RealSave):
         engine.backward(loss)
         engine.step()
 
+    def save(self, folder: Path) -> Any:
+        """Train and save; `truth.pt` next to the checkpoint has the engine's state."""
+        from deepspeed_ucp.testing.capture import capture
+
+        engine = RealSave.save(self, folder)
+        truth = capture(engine)
+        if torch.distributed.get_rank() == 0:
+            torch.save(truth, folder / "truth.pt")
+        return engine
+
 
 OPTIMIZERS: Mapping[str, dict[str, Any]] = {
     "adamw": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},

@@ -23,7 +23,7 @@ from .engines_moe import CaseMoE
 from .files import build_local_files, optim_file, write_files
 from .megatron import client_state, megatron_args
 from .parallel import Local, local_models
-from .reader import read_locals
+from .reader import read_locals, read_state
 from .stages import placement_of
 
 pytestmark = [
@@ -164,6 +164,18 @@ def _keep_autotp(real: dict[str, Any]) -> dict[str, Any]:
     infos = [content[key] for content in real.values() if content.get(key)]
     found = {name: value for info in infos[:1] for name, value in info.items() if name not in written}
     return {key: found} if "tp_replicated_parameter_patterns" in found else {}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
+def test_synthesised_layouts_equal_deepspeeds(real_saves: Path, case: Case) -> None:
+    """The atoms that the layout extracts are the engine's states at the save."""
+    folder = real_saves / case.label
+    state = read_state(folder / f"global_step{case.steps}", case.model, case.topology)
+    truth = torch.load(folder / "truth.pt", weights_only=False).parameters
+    assert truth
+    for name, held in truth.items():
+        for key, tensor in {"fp32": held.fp32, **held.tensors}.items():
+            assert tensor is None or torch.equal(state.atoms[name][key], tensor), (name, key)
 
 
 def _complete(state: State, model: Model, topology: Topology, real: dict[str, Any]) -> State:

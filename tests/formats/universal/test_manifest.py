@@ -164,6 +164,12 @@ def test_equal_sources_give_equal_bytes() -> None:
     assert make().dump().isascii()
 
 
+def test_objects_in_param_groups_are_omitted_from_the_manifest() -> None:
+    """A load keeps the live optimizer's objects."""
+    index = replace(INDEX, groups=(GroupInfo((ParamKey("w"),), {"lr": 0.1, "hook": object(), "list": [object()]}),))
+    assert round_trip(make(index)).groups[0].hyper == {"lr": 0.1}
+
+
 def test_a_fingerprint_covers_names_sizes_and_zip_directories() -> None:
     files = fingerprint(INDEX)["files"]
     assert files == [

@@ -8,11 +8,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from deepspeed.checkpoint.ds_to_universal import merge_tp_slices
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape, load_hp_checkpoint_state
 
 from deepspeed_ucp.formats.universal.upstream import upstream_keys
 from deepspeed_ucp.tensor_parallel.kinds import Partial, Replicate, SameShards, ShardH, ShardHy, ShardNC, ShardV, Unique
-from deepspeed_ucp.tensor_parallel.metadata import Mapped, Viewed, generalise
+from deepspeed_ucp.tensor_parallel.metadata import Mapped, Viewed, from_universal_info, generalise
+from deepspeed_ucp.tensor_parallel.settle import settle
 from deepspeed_ucp.torchsave.zipframe import make_image
 from tests.tensor_parallel.shards import cut_array
 
@@ -110,6 +112,62 @@ def test_a_map_is_described_by_its_general_pattern():
     parts = ShardNC(parts=(8, 4), sized=True).join([(6, 2), (6, 2)])
     keys = upstream_keys(Mapped(parts, generalise(parts)), (12, 2))
     assert keys.keys() == {"sub_param_shape"}
+
+
+INFO = {
+    "universal_checkpoint_version": 0.2,
+    "original_vocab_size": 13,
+    "vocabulary_parameter_patterns": ["embed"],
+    "tp_replicated_parameter_patterns": ["norm"],
+    "parameter_to_average_patterns": ["mean"],
+    "parameter_with_row_parallelism_patterns": ["row"],
+    "parameter_with_2_sub_params_cat_dim_0": ["gate"],
+    "parameter_with_sub_params": [
+        {"patterns": ["qkv"], "shape": ((8, 4, 4), -1), "partition_dim": 0},
+        {"patterns": ["fused"], "shape": (3, -1), "partition_dim": 0},
+    ],
+}
+LOCAL = {
+    "embed": (8, 2),
+    "norm": (4,),
+    "mean": (4,),
+    "row": (3, 4),
+    "gate": (8, 2),
+    "qkv": (8, 2),
+    "fused": (6, 2),
+    "other": (4, 2),
+}
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_upstreams_loader_reads_our_files_like_upstreams_converters(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shards = [draw(*LOCAL[name]) + (0 if name == "norm" else 100 * rank) for rank in range(2)]
+    theirs, ours = tmp_path / "theirs" / name, tmp_path / "ours"
+    ours.mkdir()
+    for rank, shard in enumerate(shards):
+        (tmp_path / "slices" / name / str(rank)).mkdir(parents=True)
+        for state in ("fp32", "exp_avg", "exp_avg_sq"):
+            torch.save(shard.flatten(), tmp_path / "slices" / name / str(rank) / f"{state}.00")
+    merge_tp_slices(INFO, str(tmp_path / "theirs"), str(tmp_path / "slices"), 2, (name, [s.shape for s in shards]))
+    merged = torch.load(theirs / "fp32.pt", weights_only=False)
+
+    rules = [from_universal_info(INFO)]
+    local = {name: tuple(tuple(shard.shape) for shard in shards)}
+    pattern = ShardV() if name == "other" else settle([name], local, None, rules).patterns[name]
+    shape = pattern.join(local[name]).shape
+    stored = torch.nn.functional.pad(merged["param"], (0, 0, 0, shape[0] - 13)) if name == "embed" else merged["param"]
+    write_param(ours, stored.reshape(shape), upstream_keys(pattern, shape), rows=13 if name == "embed" else None)
+    wanted = torch.load(ours / "fp32.pt", weights_only=False)["param"]
+    assert wanted.shape == merged["param"].shape
+    for tp in (1, 2, 4):
+        whole = name in ("norm", "mean")
+        dim = 1 if name == "row" else 0
+        target = list(shape)
+        target[dim] //= 1 if whole else tp
+        for rank in range(tp):
+            found = [load_upstream(folder, tuple(target), rank, tp) for folder in (ours, theirs)]
+            assert torch.equal(*found)
 
 
 def test_the_pickled_class_is_upstreams_class(tmp_path):
