@@ -35,7 +35,7 @@ from deepspeed_ucp.load.prepare import prepare, view_engine
 from deepspeed_ucp.load.transfer import choose_memory, negotiate
 from deepspeed_ucp.plan.rounds import MIN_DIRECT, SELF_READ, WINDOW_PARTS, LoadPlan, split_claims_by_owner
 from deepspeed_ucp.stream import duplicates
-from deepspeed_ucp.stream.reader import send_checks
+from deepspeed_ucp.stream.reader import route_checks
 from deepspeed_ucp.tensor_parallel.rules import from_config
 
 FOLDER = "/checkpoints/global_step1000"
@@ -212,7 +212,7 @@ class Planner:
 def exchange_checks(fill_plan: FillPlan, plan: LoadPlan, comm: ScriptedComm) -> None:
     """Exchange checksums and samples after the plan, without reading; each rank sends as many checksums as this one."""
     read = [Checked(each.record, each.offset, each.nbytes, 0) for each in plan.reads]
-    send_checks(merge_checks(read), fill_plan.index, comm)
+    route_checks(merge_checks(read), fill_plan.index, comm)
     with mock.patch.object(duplicates, "compare_pairs", side_effect=lambda *_: comm.run(int)):
         duplicates.check_samples(fill_plan.index, fill_plan.touched, comm)
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import ConfigError, RemoteError, StorageError, UcpError, escape
-from .meeting import find_store, give_signs, leave, meet
+from .meeting import find_store, meet, report_failure, start_heartbeats
 
 NumpyArray = npt.NDArray[Any]
 T = TypeVar("T")
@@ -88,11 +88,11 @@ class Comm:
         return [part.view(dtype).reshape(-1, *shape) for part in np.split(received, np.cumsum(receives)[:-1])]
 
     def ask(self, questions: Sequence[tuple[int, Item]], answer: Callable[[Item], T]) -> list[T]:
-        """Send picklable questions to ranks; return the answers in order (collective)."""
-        asked: list[list[Item]] = [[] for _ in range(self.size)]
+        """Send (rank, question) pairs; return their answers in order (collective)."""
+        by_rank: list[list[Item]] = [[] for _ in range(self.size)]
         for rank, question in questions:
-            asked[rank].append(question)
-        received = self._trade([self._pack(part) for part in asked])
+            by_rank[rank].append(question)
+        received = self._trade([self._pack(part) for part in by_rank])
         packed = self.run(lambda: [self._pack([answer(item) for item in self._unpack(part)]) for part in received])
         answers = [iter(self._unpack(part)) for part in self._trade(packed)]
         return [next(answers[rank]) for rank, _ in questions]
@@ -116,7 +116,7 @@ class Comm:
         return value  # type: ignore[return-value]
 
     def run_replicated(self, work: Callable[[], T]) -> T:
-        """Run ``work`` without a collective: every rank has the same result or error."""
+        """Run ``work`` without a collective, if it does the same on all ranks anyway."""
         try:
             return work()
         except UcpError as error:
@@ -134,7 +134,7 @@ class Comm:
         return [self._unpack(result) for result, _ in gathered]
 
     def share(self, items: Sequence[Item], work: Callable[[Item], T], apply: _Map = map, *, first: int = 0) -> list[T]:
-        """Distribute ``items`` over the ranks; return all picklable results in order.
+        """Run ``work`` on each item, spread over the ranks; return all results in order.
 
         Args:
             apply: replacement for ``map`` over a rank's items.
@@ -160,7 +160,7 @@ class Comm:
         return self.size == 1 or error.shared
 
     def _raise_first(self, reports: Sequence[UcpError | None], error: Exception | None, first: int = 0) -> None:
-        """Raise the first report, of rank ``first`` on, caused by this rank's error."""
+        """Raise the first of the reports of ranks ``first``…; ``error`` is this rank's."""
         for failed, report in enumerate(reports, first):
             if report is not None:
                 rank = failed if self.size > 1 and report.rank is None else report.rank
@@ -177,7 +177,7 @@ class Comm:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Leave the launch; after an error of this rank alone, end the other ranks too."""
+        """Leave the launch; an error of this rank alone ends the other ranks, too."""
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -189,7 +189,7 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def _describe(error: Exception | None) -> UcpError | None:
-    """Convert a rank's error for the other ranks."""
+    """Convert an error to a picklable UcpError for the other ranks; None stays None."""
     if error is None:
         return None
     if isinstance(error, UcpError):
@@ -244,19 +244,19 @@ class TorchComm(Comm):
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         kinds = [pair.split(":")[0] for pair in dist.get_backend_config().split(",")]  # cpu:gloo,cuda:nccl
-        own = "cpu" if "cpu" in kinds else f"{kinds[0]}:{torch.get_device_module(kinds[0]).current_device()}"
-        self.device = torch.device(own)
+        device = "cpu" if "cpu" in kinds else f"{kinds[0]}:{torch.get_device_module(kinds[0]).current_device()}"
+        self.device = torch.device(device)
         self.owner = owner
         self.store = find_store() if waits else None
         if self.store is not None:
-            give_signs()
+            start_heartbeats()
 
     def wait(self) -> None:
         if self.store is not None:
             meet(self.store, self.rank, self.size)
 
     def gather(self, value: Any) -> list[Any]:
-        """Gather values in one collective if all are small, as most are."""
+        """Gather values, in one collective if all of them are small."""
         import torch
 
         self.wait()
@@ -274,7 +274,7 @@ class TorchComm(Comm):
         return list(map(unpack, parts))
 
     def _gather_parts(self, part: bytes, sizes: list[int]) -> list[memoryview]:
-        """Gather parts of any size through rank 0, without padding them to the longest."""
+        """Gather bytes of any size through rank 0, without padding to the longest."""
         none = [0] * self.size
         joined = self.swap(
             np.frombuffer(bytearray(part), np.uint8), [len(part), *none[1:]], none if self.rank else sizes
@@ -319,10 +319,10 @@ class TorchComm(Comm):
         return flags.cpu().numpy().astype(np.bool_)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Destroy an own process group, or report this rank's error to waiting ranks."""
+        """Report this rank's error to waiting ranks, or destroy the group if ``owner``."""
         if error is not None and not is_shared(error):
             if self.store is not None:
-                leave(self.store, self.rank, error)
+                report_failure(self.store, self.rank, error)
         elif self.owner:
             self.dist.destroy_process_group()
 
@@ -386,13 +386,13 @@ _MESSAGE = 1 << 30
 
 
 def _slice(data: NumpyArray, counts: list[int], rank: int) -> list[NumpyArray]:
-    """Cut one rank's part of bytes in rank order into messages."""
+    """Cut one rank's part out of bytes in rank order, as messages of limited size."""
     low, high = sum(counts[:rank]), sum(counts[: rank + 1])
     return [data[begin : min(begin + _MESSAGE, high)] for begin in range(low, high, _MESSAGE)]
 
 
 def connect(*, waits: bool = True) -> Comm:
-    """Return this launch's ranks in a training process; ``waits`` as for TorchComm."""
+    """Return the ranks of the current process group; ``waits`` as for TorchComm."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return TorchComm(waits=waits)

@@ -99,9 +99,9 @@ def test_a_load_with_the_plugin_off_is_not_collective(on: bool, tmp_path: Path) 
     """A single rank may call DeepSpeed's load, which also gets a folder without checkpoint."""
     engine = FakeEngine(_config=SimpleNamespace(ucp_config=UniversalConfig() if on else None))
     with mock.patch("deepspeed_ucp.engine_state.connect") as connect:
-        connect.return_value.rank, connect.return_value.each.return_value = 0, [[]]
+        connect.return_value.rank, connect.return_value.gather_results.return_value = 0, [[]]
         assert call(engine, str(tmp_path)).call_count == 1
-    assert connect.return_value.each.called is on
+    assert connect.return_value.gather_results.called is on
     assert not on or (engine.ucp_report.direct, engine.ucp_report.reason) == (False, "nothing to resume")
 
 

@@ -50,21 +50,21 @@ def pass_time(monkeypatch: pytest.MonkeyPatch, look: Callable[[float], object]) 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> HashStore:
     """Store of rank 0 while rank 1 does not arrive; pauses take no time."""
-    monkeypatch.setattr(meeting, "_here", meeting._MeetingState())
+    monkeypatch.setattr(meeting, "_state", meeting._MeetingState())
     pass_time(monkeypatch, lambda _seconds: None)
     return HashStore()
 
 
 def become(monkeypatch: pytest.MonkeyPatch, left: int) -> None:
-    monkeypatch.setattr(meeting, "_here", meeting._MeetingState(left))
+    monkeypatch.setattr(meeting, "_state", meeting._MeetingState(left))
 
 
 def test_an_error_of_only_one_rank_ends_its_peers(here: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    meeting.leave(here, 1, MemoryError("oh\nno"))
+    meeting.report_failure(here, 1, MemoryError("oh\nno"))
     become(monkeypatch, left=0)
     with pytest.raises(RemoteError, match=r"^\[rank 1\] MemoryError: oh\s+no$") as error:
         meeting.meet(here, 0, 2)
-    meeting.leave(here, 0, error.value)  # a third rank gets the first error
+    meeting.report_failure(here, 0, error.value)  # a third rank gets the first error
     become(monkeypatch, left=0)
     with pytest.raises(RemoteError, match=r"^\[rank 1\] MemoryError"):
         meeting.meet(here, 2, 3)
@@ -74,14 +74,14 @@ def test_an_error_of_every_rank_does_not_affect_later_barriers(
     here: HashStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each rank raises it, and the script may continue."""
-    meeting.leave(here, 1, ValueError("tag"))
+    meeting.report_failure(here, 1, ValueError("tag"))
     become(monkeypatch, left=0)
-    meeting.leave(here, 0, ValueError("tag"))
+    meeting.report_failure(here, 0, ValueError("tag"))
     looks = iter(range(200))
-    pass_time(monkeypatch, lambda _seconds: here.add(meeting._CAME, next(looks) == 150))
+    pass_time(monkeypatch, lambda _seconds: here.add(meeting._ARRIVALS, next(looks) == 150))
     meeting.meet(here, 0, 2)
     become(monkeypatch, left=1)
-    meeting.leave(here, 1, ValueError("alone"))
+    meeting.report_failure(here, 1, ValueError("alone"))
     become(monkeypatch, left=1)
     with pytest.raises(RemoteError, match="alone"):
         meeting.meet(here, 0, 2)
@@ -91,8 +91,8 @@ def test_ranks_wait_for_a_peer_with_heartbeats(here: HashStore, monkeypatch: pyt
     looks = iter(range(10000))
 
     def sleep(_seconds: float) -> None:
-        here.add(meeting._SIGNS.format(1), 1)
-        here.add(meeting._CAME, next(looks) == 5000)  # after some minutes
+        here.add(meeting._HEARTBEATS.format(1), 1)
+        here.add(meeting._ARRIVALS, next(looks) == 5000)  # after some minutes
 
     pass_time(monkeypatch, sleep)
     meeting.meet(here, 0, 2)

@@ -245,7 +245,7 @@ def _convert(work: _Conversion) -> None:
 def _write(work: _Conversion, checks: list[Checked]) -> list[Written]:
     """Write this node's part, and append the checks of its reads (collective)."""
     comm, report = work.comm, work.report
-    report.workers, most = work.options.divide(report.source)
+    report.workers, most = work.options.split_window(report.source)
     if work.staging.is_remote:
         comm.run(lambda: _prepare_folder(work))
     else:

@@ -192,7 +192,7 @@ def _compare_share(
     left: AtomicIndex, right: AtomicIndex, pairs: Sequence[Pair], options: DiffOptions, comm: Comm
 ) -> Tallies:
     """Compare this rank's batches, in the order of A's files."""
-    threads, most = options.divide(left.state_file)  # each thread holds both sides of a batch
+    threads, most = options.split_window(left.state_file)  # each thread holds both sides of a batch
     outputs = [Output(pair.numel, max(pair.left.itemsize, pair.right.itemsize), pair.left.place) for pair in pairs]
     batches = cut_batches(outputs, most)[comm.rank :: comm.size]
     tallies: list[tuple[int, tuple[Tally, Tally]]] = []

@@ -16,7 +16,7 @@ from typing import Any
 from ..formats.deepspeed.ownfiles import find_state_file
 from ..formats.deepspeed.reading import select_extra_states
 from ..io.store import read_bytes
-from ..model.index import ASKED, BATCH_SIZES, BEGUN, SHUFFLED, AtomicIndex
+from ..model.index import BATCH_SIZES, INITIAL_SIZES, SCRIPT_BATCH, SHUFFLED, AtomicIndex
 from ..model.storage import ITEMSIZE, WEIGHTS, ParamKey
 from ..secrets import hide_at
 from ..torchsave.objects import PickledObject, TensorRef, describe, to_number
@@ -28,7 +28,7 @@ ABSENT = "(absent)"
 LIMIT = 100
 """Largest number of reported differences of the client state."""
 
-TOPOLOGY = ("dp_world_size", "mp_world_size", *BATCH_SIZES, ASKED, *BEGUN, SHUFFLED)
+TOPOLOGY = ("dp_world_size", "mp_world_size", *BATCH_SIZES, SCRIPT_BATCH, *INITIAL_SIZES, SHUFFLED)
 _MODEL = (
     *("module", "optimizer", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
     *("shared_params", "checkpoint_parallel_dimensions", "universal_checkpoint_info", "global_steps"),

@@ -247,7 +247,7 @@ class _Examiner:
         return [ScanFile(path, max(copies[path], 0)) for path in [*(alone or same), *others]]
 
     def _examine(self, files: Mapping[str, ScanFile]) -> dict[str, _Result]:
-        threads = max((self.options.count(os.path.dirname(file.path)) for file in files.values()), default=1)
+        threads = max((self.options.count_threads(os.path.dirname(file.path)) for file in files.values()), default=1)
         swaps = {name for name in files if read_swap_name(name)}  # which have no directory
         named = [name for name in files if name not in swaps]
         with ThreadPoolExecutor(max_workers=threads) as pool:

@@ -75,7 +75,7 @@ def export_dcp(
     selection, trees, placeholders = comm.run(plan)
     nbytes = sum(tensor.nbytes + ITEM_OVERHEAD for tensor, _ in placeholders.values())
     with stage_export("dcp", destination, selection, options, comm, tensors=len(placeholders), nbytes=nbytes) as export:
-        most = max(options.divide(export.report.source)[1] // 2, ALIGNMENT)
+        most = max(options.split_window(export.report.source)[1] // 2, ALIGNMENT)
         checks, repeated = list[Checked](), list[Checked]()
         for folder, tree in trees.items():
             _write(export, folder, tree, Planner(selection, placeholders, most, checks, repeated))
@@ -92,7 +92,7 @@ def export_dcp(
 def _write(export: Export, folder: str, tree: dict[str, Any], planner: Planner) -> None:
     """Plan, read and write this node's chunks of one state dict; collective."""
     comm, report = export.comm, export.report
-    report.workers = export.options.divide(export.report.source)[0]
+    report.workers = export.options.split_window(export.report.source)[0]
     writer = Writer(os.path.join(export.folder, folder), thread_count=1, per_thread_copy_ahead=0, sync_files=False)
     writer.destination = join_path(normalize(report.destination), folder).rstrip("/")
 

@@ -158,7 +158,7 @@ def _prepare(folder: str, layout: SafeLayout, like: LikeModel | None, dtypes: Co
 def _fill(export: Export, tensors: Sequence[Tensor], layout: SafeLayout) -> list[Checked]:
     """Read, cast and write this node's batches; return the checks (collective)."""
     comm, report = export.comm, export.report
-    report.workers, most = export.options.divide(report.source)
+    report.workers, most = export.options.split_window(report.source)
     outputs = [Output(tensor.numel, tensor.full.itemsize, tensor.full.place) for tensor in tensors]
     plan = plan_conversion(outputs, comm.size, most=most)
     checks = list[Checked]()

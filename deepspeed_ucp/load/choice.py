@@ -43,7 +43,7 @@ The buffers are None if only DeepSpeed knows the engine's layout. Without a chec
 
 
 def choose_loader(context: LoadContext, folder: str, also: Sequence[str] = ()) -> Choice:
-    """Compare the checkpoint's and the engine's topology by headers (collective).
+    """Choose between DeepSpeed's load and the direct load (collective).
 
     Args:
         folder: the tag's folder.
@@ -57,7 +57,7 @@ def choose_loader(context: LoadContext, folder: str, also: Sequence[str] = ()) -
         target, naming = inspect_engine(context)
     except UnknownLayoutError as error:
         if not atomic:
-            return _trust_own_files(context, folder, str(error))
+            return _require_own_files(context, folder, str(error))
         if not context.config.trust_pickle:
             context.comm.run(lambda: check_trusted(list_own_globals(folder, context.comm.rank, context.comm.size)))
         return f"load_universal is on, this is an atomic checkpoint, and {error}", None, None
@@ -79,10 +79,10 @@ _NODE_LOCAL = "every node keeps its own files (use_node_local_storage)"
 
 
 def inspect_engine(context: LoadContext) -> tuple[Target, Naming]:
-    """Open the engine, and gather the names for reading stage-0 saves (collective)."""
+    """Describe the engine; gather its names, which stage-0 saves lack (collective)."""
     opened: list[Target] = []
 
-    def look() -> tuple[bool, dict[str, str], StageGroups | None]:
+    def describe() -> tuple[bool, dict[str, str], StageGroups | None]:
         check_states(context.engine, with_states=context.with_states)
         target = open_target(context.engine)
         opened.append(target)
@@ -90,7 +90,7 @@ def inspect_engine(context: LoadContext) -> tuple[Target, Naming]:
         groups = list_stage_groups(target) if target.parallel.pp > 1 or target.is_uneven else None
         return bool(target.flats), target.list_keys(), groups
 
-    answers = context.comm.gather_results(look)
+    answers = context.comm.gather_results(describe)
     target = opened[0]
     if any(groups for *_, groups in answers):
         groups, hyper, order = join_groups(groups for *_, groups in answers)
@@ -131,10 +131,10 @@ def list_stage_groups(target: Target) -> StageGroups | None:
 
 
 def join_groups(reports: Iterable[StageGroups | None]) -> JoinedGroups:
-    """Join the param groups of all stages in the layers' order, which is the user's.
+    """Join the param groups of all pipeline stages, with parameters in layer order.
 
-    :func:`~deepspeed_ucp.model.topology.number_groups` identifies the groups of different stages. A stage's layers may
-    be apart from each other (DualPipeV).
+    :func:`~deepspeed_ucp.model.topology.number_groups` identifies the groups of different stages. The layers of a stage
+    need not be consecutive (DualPipeV).
     """
     stages: dict[int, tuple[list[dict[str, bool]], list[dict[str, Any]]]] = {}
     order: dict[str, str] = {}
@@ -169,11 +169,11 @@ def has_atoms(folder: str) -> bool:
 
 
 def list_unproven(context: LoadContext, target: Target | None, index: AtomicIndex | None = None) -> list[str]:
-    """List why DeepSpeed's load is not known to be right in the same topology.
+    """List reasons to doubt DeepSpeed's load even if the topology is unchanged.
 
     Args:
         target: this rank's; None if only DeepSpeed can load into the engine.
-        index: the checkpoint; None if each rank knows its files alone.
+        index: the checkpoint; None if each rank has read only its own files.
     """
     doubts = ['"param_groups" is "live"'] * (context.config.param_groups == "live" and context.with_states)
     doubts += ['"resize" rules'] * any(rule_set.resizes for rule_set in context.rules)
@@ -193,12 +193,12 @@ def list_unproven(context: LoadContext, target: Target | None, index: AtomicInde
     return [f"DeepSpeed's own load is not known to be right with: {named}"] if doubts else []
 
 
-_OF_EXPERTS = ("ds_autoep_layers", "expert_parameter_patterns")
+_EXPERT_KEYS = ("ds_autoep_layers", "expert_parameter_patterns")
 """Keys that a save adds to the model's ``universal_checkpoint_info``."""
 
 
 def list_other_orders(context: LoadContext, target: Target, index: AtomicIndex) -> list[str]:
-    """Describe shards whose elements are ordered differently; the direct load refuses."""
+    """Describe shards with another order of elements, which the direct load refuses."""
     info = live_universal_info(target.engine) if target.parallel.tp > 1 else None
     if info is None or _is_same_info(index.hints.get(INFO), info):
         return []
@@ -213,11 +213,11 @@ def list_other_orders(context: LoadContext, target: Target, index: AtomicIndex) 
 
 
 def _is_same_info(saved: dict[str, Any] | None, live: dict[str, Any]) -> bool:
-    return {key: value for key, value in (saved or {}).items() if key not in _OF_EXPERTS} == live
+    return {key: value for key, value in (saved or {}).items() if key not in _EXPERT_KEYS} == live
 
 
-def _trust_own_files(context: LoadContext, folder: str, why: str) -> Choice:
-    """Leave a load to DeepSpeed if all ranks' files have the topology (collective)."""
+def _require_own_files(context: LoadContext, folder: str, why: str) -> Choice:
+    """Choose DeepSpeed's load; UnsupportedError if the topology differs (collective)."""
     if is_url(folder):
         text = f"{why}: only DeepSpeed's own load can read it, which reads no URLs. Copy it to a folder."
         raise context.comm.common(UnsupportedError(text, path=folder))
@@ -232,7 +232,7 @@ def _trust_own_files(context: LoadContext, folder: str, why: str) -> Choice:
 
 
 def find_own_differences(context: LoadContext, folder: str, target: Target | None = None) -> list[str]:
-    """List why DeepSpeed's load cannot use some rank's files (collective)."""
+    """List why DeepSpeed's load cannot use each rank's own files (collective)."""
 
     def compare() -> list[str]:
         try:
@@ -255,7 +255,7 @@ def find_own_differences(context: LoadContext, folder: str, target: Target | Non
 
 
 def _leave_own_files(context: LoadContext, folder: str, why: str, target: Target | None = None) -> Choice:
-    """Leave a load to DeepSpeed, after a check of the files' classes (collective)."""
+    """Choose DeepSpeed's load, after a check of the pickled classes (collective)."""
     engine, comm = context.engine, context.comm
     if not context.config.trust_pickle:
         # Every rank checks a part of a shared folder; the ranks that see a node's files share them.
@@ -267,7 +267,7 @@ def _leave_own_files(context: LoadContext, folder: str, why: str, target: Target
 
 
 def _identify_folder(folder: str) -> tuple[object, ...]:
-    """Identify a folder among ranks of one machine and one container."""
+    """Return an identity of a folder, equal on ranks of one machine and container."""
     status = os.stat(folder)
     return identify_host(), socket.gethostname(), status.st_dev, status.st_ino
 
@@ -275,7 +275,7 @@ def _identify_folder(folder: str) -> tuple[object, ...]:
 def _compare(
     context: LoadContext, folder: str, also: Sequence[str], target: Target, naming: Naming, doubts: Sequence[str]
 ) -> Choice:
-    """Compare the checkpoint's index with the live engine's layout (collective).
+    """Choose the loader by the checkpoint's and the engine's layout (collective).
 
     Args:
         doubts: reasons for the direct load in an unchanged topology.
@@ -283,7 +283,8 @@ def _compare(
     comm = context.comm
     survey = survey_checkpoint(folder, comm, naming, also=also)
 
-    def look() -> tuple[list[str], list[str]]:
+    def compare() -> tuple[list[str], list[str]]:
+        """Return reasons for the direct load, and changes of scaling to warn of."""
         index = survey.require()
         changes = list_scaling_changes(target, index, with_states=context.with_states)
         if index.format:
@@ -291,7 +292,7 @@ def _compare(
         differences = _list_differences(index, target) or _list_elsewhere(index, folder)
         return differences or list_unproven(context, target, index), changes
 
-    answers = comm.gather_results(look)
+    answers = comm.gather_results(compare)
     reasons = [text for texts, _ in answers for text in texts] or list(doubts)
     index = survey.require()
     context.report.saved, context.report.extensions = index.job, name_active((*survey.extensions, *target.extensions))
@@ -302,7 +303,7 @@ def _compare(
     if changes:
         context.warn("%s: this run differs from the saved one: %s", folder, ", ".join(changes))
     if not reasons and context.config.fallback and context.config.verify == "crc":
-        reasons = find_damage(index, comm, others=bool(also))
+        reasons = find_damage(index, comm, has_others=bool(also))
     if not reasons:
         comm.once(lambda: _check_scheduler(context, index))
         if not context.config.trust_pickle:
@@ -313,16 +314,16 @@ def _compare(
 
 
 def _check_scheduler(context: LoadContext, index: AtomicIndex) -> None:
-    """Refuse a scheduler at which DeepSpeed's load fails, or whose schedule restarts."""
+    """Refuse a scheduler that fails in DeepSpeed's load, or whose schedule restarts."""
     if context.load_lr_scheduler_states and context.engine.lr_scheduler is not None:
         check_scheduler(context.engine, read_state_tree(index))
 
 
-def find_damage(index: AtomicIndex, comm: Comm, *, others: bool) -> list[str]:
-    """Describe damage in the first place; DeepSpeed's load checks no CRC (collective).
+def find_damage(index: AtomicIndex, comm: Comm, *, has_others: bool) -> list[str]:
+    """Verify the files of the first place, as DeepSpeed's load does not (collective).
 
     Args:
-        others: there are further places, from which the direct load may still succeed.
+        has_others: there are further places, from which the direct load may succeed after damage.
 
     Raises:
         CheckpointError: a file is damaged, and there are no further places.
@@ -331,14 +332,14 @@ def find_damage(index: AtomicIndex, comm: Comm, *, others: bool) -> list[str]:
     try:
         verify_records(replace(index, files=files), range(len(index.records)), comm)
     except CheckpointError as error:
-        if not others:
+        if not has_others:
             raise
         return [str(error)]
     return []
 
 
 def list_changes(index: AtomicIndex, target: Target, total_batch: int) -> list[str]:
-    """Describe differences of saved and current job; the loader's line has degrees."""
+    """Describe changed batch size and precision; the loader's log line has degrees."""
     saved, is_unknown = index.job, index.format or index.topology.is_atomic
     facts = (
         ("total batch", saved.total_batch, total_batch),
@@ -355,7 +356,7 @@ def _list_differences(index: AtomicIndex, target: Target) -> list[str]:
 
 
 def _list_elsewhere(index: AtomicIndex, folder: str) -> list[str]:
-    """Describe files of a checkpoint that DeepSpeed's load would not find."""
+    """Describe why DeepSpeed's load would not find all files in the folder."""
     if is_url(folder):
         return ["DeepSpeed's own load reads no URLs"]
     if resolve_published(folder) != folder:

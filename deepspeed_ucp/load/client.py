@@ -77,9 +77,9 @@ def make_objects(
     allowed = None
     if not trust_pickle:
         uses = [file.uses[value] for value in walk(kept) if isinstance(value, Global)]
-        allowed = {**_allow_all(dict.fromkeys(uses, file.path), has_option=has_option), GETATTR: _get_member}
+        allowed = {**_require_allowed(dict.fromkeys(uses, file.path), has_option=has_option), GETATTR: _get_member}
         _check_calls(file, [value for value in walk(kept) if isinstance(value, PickledObject)])
-    return _build(file, kept, allowed)
+    return _unpickle(file, kept, allowed)
 
 
 def _get_member(kind: object, name: object) -> Any:
@@ -90,15 +90,16 @@ def _get_member(kind: object, name: object) -> Any:
 
 
 def check_trusted(named: Mapping[Use, str]) -> None:
-    """Refuse files with classes whose code DeepSpeed's load would run."""
-    _allow_all(named, has_option=True)
+    """Refuse pickled classes whose code DeepSpeed's load would run; values are paths."""
+    _require_allowed(named, has_option=True)
 
 
-def _allow_all(named: Mapping[Use, str], *, has_option: bool) -> dict[str, Any]:
-    """Return the harmless objects and the ``named`` ones, by dotted name."""
-    harmless = {_name(value): value for value in safe_classes()} | _list_numpys() | {"builtins.Ellipsis": ...}
+def _require_allowed(named: Mapping[Use, str], *, has_option: bool) -> dict[str, Any]:
+    """Return all allowed objects by dotted name; refuse ``named`` classes (→ path)."""
+    safe = {_dotted_name(value): value for value in safe_classes()}
+    harmless = safe | _list_numpy_functions() | {"builtins.Ellipsis": ...}
     consented = torch.serialization.get_safe_globals()  # objects, or pairs of an object and its name
-    pairs = [entry if isinstance(entry, tuple) else (entry, _name(entry)) for entry in consented]
+    pairs = [entry if isinstance(entry, tuple) else (entry, _dotted_name(entry)) for entry in consented]
     allowed = {**harmless, **_get_allowed_globals(), **{name: entry for entry, name in pairs}}
     objects = {use: allowed.get(use.kind) or _VALUES.get(use.kind) or _find_imported(use.kind) for use in named}
     unknown = [use for use in named if not _is_allowed(use, objects[use], allowed)]
@@ -124,8 +125,8 @@ def _select_client(file: TorchFile) -> dict[Any, Any]:
     return kept
 
 
-def _list_numpys() -> dict[str, Any]:
-    """Return numpy's constructors under the names of numpy 1 and numpy 2."""
+def _list_numpy_functions() -> dict[str, Any]:
+    """Return numpy's unpickling functions by their names in numpy 1 and numpy 2."""
     core = getattr(np, "_core", None) or np.core
     functions = {"multiarray._reconstruct": core.multiarray._reconstruct, "multiarray.scalar": core.multiarray.scalar}
     functions["numeric._frombuffer"] = core.numeric._frombuffer
@@ -133,7 +134,7 @@ def _list_numpys() -> dict[str, Any]:
     return {**names, "numpy.bool": np.bool_}
 
 
-def _name(value: Any) -> str:
+def _dotted_name(value: Any) -> str:
     return f"{value.__module__}.{value.__qualname__}"
 
 
@@ -142,8 +143,8 @@ def _is_allowed(use: Use, value: Any, allowed: Mapping[str, Any]) -> bool:
 
     Args:
         value: the object in this process; None if no imported package has it.
-        allowed: harmless objects, and those with consent, also a library's (Megatron-Core gives some to its classes).
-            Consent does not let a file choose the code that setting attributes calls.
+        allowed: harmless objects, and those that the user or a library consented to (``add_safe_globals``). Consent
+            does not let a file choose the code that setting attributes calls.
     """
     if use.member:
         return use.kind == GETATTR or _is_member(use.kind, allowed)
@@ -176,7 +177,7 @@ def _is_value(value: Any, use: Use) -> bool:
     if type(value) not in _PLAIN_KINDS or value.__new__ is not object.__new__:
         return False
     classes = [kind for kind in value.__mro__ if kind is not object]
-    reviewed = [kind for kind in classes if _name(kind) in _REVIEWED]
+    reviewed = [kind for kind in classes if _dotted_name(kind) in _REVIEWED]
     namespaces = [vars(kind) for kind in classes if kind not in reviewed]
     runs = [item[name] for item in namespaces for name in _RUN_BY_ATTRIBUTES if name in item]
     dicts = [vars(kind).get("__dict__") for kind in classes]
@@ -184,10 +185,10 @@ def _is_value(value: Any, use: Use) -> bool:
     listed = "list" in use.states and any("__setstate__" in vars(kind) for kind in reviewed)
     if not plain or listed or not all(item is _FROZEN for item in runs):
         return False
-    return bool(reviewed) or hasattr(value, "__dataclass_fields__") or all(map(_is_quiet, classes))
+    return bool(reviewed) or hasattr(value, "__dataclass_fields__") or all(map(_runs_no_hooks, classes))
 
 
-def _is_quiet(kind: type) -> bool:
+def _runs_no_hooks(kind: type) -> bool:
     """Return True if using an instance runs no class code, such as dunder methods."""
     inert = (types.FunctionType, classmethod, staticmethod, types.GetSetDescriptorType, types.MemberDescriptorType)
     special = [
@@ -199,14 +200,14 @@ def _is_quiet(kind: type) -> bool:
 
 
 def _is_harmless(value: Any, use: Use) -> bool:
-    """Return True if unpickling such a value runs no code, except an enum's."""
+    """Return True if unpickling an instance of ``value`` runs only an enum's code."""
     if not isinstance(value, type):
         return isinstance(value, torch.dtype)
     if issubclass(value, (enum.Enum, np.generic)):
         return True
     classes = [kind for kind in value.__mro__ if kind not in (dict, list, object)]
     plain = issubclass(value, (dict, list)) and all(kind.__module__ != "builtins" for kind in classes)
-    named = [name for kind in classes for name in vars(kind) if _name(kind) not in _REVIEWED]
+    named = [name for kind in classes for name in vars(kind) if _dotted_name(kind) not in _REVIEWED]
     runs = any(name in named for name in _RUN_BY_PICKLE.split())
     steered = use.called and any("__getattr__" in vars(kind) for kind in classes)  # by an entry's name
     return plain and type(value) in _PLAIN_KINDS and not runs and not steered and not any(map(_sets_by_code, classes))
@@ -248,7 +249,7 @@ _QUIET = """
     __orig_bases__ __parameters__ __abstractmethods__ __firstlineno__ __slotnames__ __static_attributes__ __annotate__
     __annotate_func__ __annotations_cache__ __class_getitem__
 """
-"""The special names that a class may have for :func:`_is_quiet`."""
+"""The special names that a class may have for :func:`_runs_no_hooks`."""
 
 
 def _sets_by_code(kind: type) -> bool:
@@ -270,9 +271,9 @@ _FROZEN = getattr(dataclasses, "_dataclass_setstate", None)
 
 
 def _check_calls(file: TorchFile, calls: Sequence[PickledObject]) -> None:
-    """Refuse calls that copy many times the file's size, or make endless keys.
+    """Refuse calls that copy many times the file's size, or whose keys hash endlessly.
 
-    Keys of a set or dict (also first parts of pairs) may hash without end.
+    Keys are elements of collections and first parts of pairs, as a call may make a set or dict of them.
     """
     sized = (arg for made in calls for arg in made.args if isinstance(arg, (str, bytes, bytearray, list, tuple)))
     if sum(map(len, sized)) > _COPIES * file.size:
@@ -287,7 +288,7 @@ def _check_calls(file: TorchFile, calls: Sequence[PickledObject]) -> None:
             raise CheckpointError(f"{describe(made)} has {error}.", path=file.path) from None
 
 
-def _build(file: TorchFile, kept: Mapping[Any, Any], allowed: dict[str, Any] | None) -> dict[str, Any]:
+def _unpickle(file: TorchFile, kept: Mapping[Any, Any], allowed: dict[str, Any] | None) -> dict[str, Any]:
     try:
         data = write_pickle(dict(kept), max(file.protocol, PROTOCOL))
         return _ClientUnpickler(data, file, allowed).load()  # type: ignore[no-any-return]
@@ -316,7 +317,7 @@ class _ClientUnpickler(pickle.Unpickler):
         kind = Global(module, name).kind
         if self.allowed is not None:
             return self.allowed[kind]
-        return _list_numpys().get(kind) or super().find_class(module, name)
+        return _list_numpy_functions().get(kind) or super().find_class(module, name)
 
     def persistent_load(self, pid: Any) -> Any:
         _storage, dtype, key, _location, numel = pid

@@ -51,7 +51,7 @@ class LoadReport(Report):
     saved: SavedJob | None = None
     converted: Any = None
 
-    def count(self, checks: Sequence[Checked]) -> None:
+    def add_reads(self, checks: Sequence[Checked]) -> None:
         self.bytes_read += sum(check.nbytes for check in checks)
         self.requests += len(checks)
 
@@ -89,7 +89,7 @@ class LoadContext:
 
     @property
     def places(self) -> tuple[str, ...]:
-        """The folders of a load, each once: the caller's, and the option ``also``."""
+        """Folders and URLs to search, each once: ``load_dir``, then the option ``also``."""
         named: dict[str, str] = {}
         for place in (self.load_dir, *self.config.also):
             named.setdefault(normalize(place), place)
@@ -106,7 +106,7 @@ class LoadContext:
             logger.warning(text, *arguments)
 
     def warn_all(self, path: str | None, find: Callable[[], Iterable[str]]) -> None:
-        """Log each of all ranks' warnings once (collective): pipeline stages differ."""
+        """Log the warnings that ``find`` returns on any rank, each once (collective)."""
         parts = self.comm.gather_results(lambda: [*find()])
         for note in dict.fromkeys(note for part in parts for note in part):
             self.warn("%s: %s", path, note)

@@ -88,7 +88,7 @@ class Buffer:
 
     @property
     def is_fresh_host_memory(self) -> bool:
-        """Whether the memory is of the host and not yet the engine's; may allocate it."""
+        """True for host memory that is not yet the engine's; allocates it if needed."""
         in_file = self.in_file and self.memory is self.tensor
         return self.fill_first and not self._origin and not in_file and self.memory.device.type == "cpu"
 
@@ -204,10 +204,9 @@ class TensorSink:
 
 
 def _copy(into: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy values.
+    """Copy values; to CUDA asynchronously if they are in page-locked memory.
 
-    A copy from page-locked memory to CUDA may still be in progress on return. Other
-    accelerators may treat such memory differently: there the copy is complete on return.
+    Other accelerators may treat such memory differently: there the copy is complete on return.
     """
     into.copy_(values, non_blocking=into.device.type == "cuda")
 
@@ -223,7 +222,7 @@ class FillPlan:
         buffers: by the wants' buffer numbers.
         sinks: by the numbers in the wants.
         states: optimizer states to attach after verification.
-        match: this rank's names.
+        match: this rank's parameters and param groups with their saved counterparts.
         touched: atoms that some rank needs, the same list on every rank once the ranks have exchanged theirs.
         replicated: those of them whose saved shards are replicas that must be equal.
         overlapping: those of them whose saved shards have parts in common, with the source's layout.

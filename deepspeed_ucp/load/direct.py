@@ -66,7 +66,7 @@ def load_direct(context: LoadContext, index: AtomicIndex, target: Target) -> dic
     with report.phase("plan"), pause_collection():
         # A fresh engine has no state worth preserving, and allocating memory takes longer than a second pass, unless
         # that would read the same bytes from a store again.
-        prefer_memory = engine.global_steps > 0 or asks_store(fill_plan.index, comm)
+        prefer_memory = engine.global_steps > 0 or reads_from_store(fill_plan.index, comm)
         transfer = Transfer(fill_plan, comm, context.config, prefer_memory=prefer_memory)
     extra = saved.pop(EXTRA_STATES, {})
     modules = _match_extra_states(context, index, target, extra)
@@ -111,7 +111,7 @@ def _read(context: LoadContext, transfer: Transfer) -> None:
     """Read and verify everything; only reproducible values change (collective)."""
     report = context.report
     with report.phase("read"):
-        report.count(transfer.read())
+        report.add_reads(transfer.read())
     with report.phase("verify"):
         report.bytes_read += transfer.verify()
     for extension in context.extensions:
@@ -132,10 +132,10 @@ def _fill(context: LoadContext, target: Target, transfer: Transfer) -> None:
     if context.config.verify == "crc":
         report.bytes_again = sum(check.nbytes for check in again)
     else:  # pass 1 has not read these bytes
-        report.count(again)
+        report.add_reads(again)
 
 
-def asks_store(index: AtomicIndex, comm: Comm) -> bool:
+def reads_from_store(index: AtomicIndex, comm: Comm) -> bool:
     """Return True if some rank reads from a store (collective if places differ)."""
     here = any(is_url(path) for file in index.files for path in file.copies[:1])
     if not index.access.is_partial and not any(file.places for file in index.files):
@@ -149,7 +149,7 @@ def _prepare(
     """Match engine and checkpoint, and read the state file (collective)."""
     comm, objections = context.comm, Objections()
     with objections:
-        comm.run(lambda: _ask_extensions(context, index, target))
+        comm.run(lambda: _check_extensions(context, index, target))
     with objections:
         saved = _read_saved(context, index, target)
         if context.load_lr_scheduler_states and not context.load_module_only:
@@ -169,8 +169,8 @@ def _prepare(
     return fill_plan, saved
 
 
-def _ask_extensions(context: LoadContext, index: AtomicIndex, target: Target) -> None:
-    """Let this rank's extensions refuse the load; pipeline stages' may differ."""
+def _check_extensions(context: LoadContext, index: AtomicIndex, target: Target) -> None:
+    """Raise the objections of this rank's extensions to the load as one error."""
     objections = Objections()
     for extension in context.extensions:
         with objections:
@@ -193,8 +193,8 @@ def _match_extra_states(
 ) -> dict[str, torch.nn.Module]:
     """Return this rank's modules whose extra state is restored, by key (collective).
 
-    Warnings name the others, and ranks that get those of another rank. A foreign checkpoint or a ``custom_load_fn``
-    restores none.
+    Warnings name extra states that are not restored or come from another rank; if ``load_module_strict``, one that only
+    one side has is a MismatchError. A foreign checkpoint or a ``custom_load_fn`` restores none.
     """
     live, plain = find_extra_states(context.engine.module), {strip_compiled(key): key for key in saved}
     skips = bool(index.format) or context.custom_load_fn is not None
@@ -223,10 +223,10 @@ def _match_extra_states(
 
 
 def _read_saved(context: LoadContext, index: AtomicIndex, target: Target) -> dict[str, Any]:
-    """Read and check all of the state file but the model's tensors (collective).
+    """Read and check a state file without the model's tensors (collective).
 
     At the saved tensor- and pipeline-parallel degrees each rank reads the file of its place (Megatron's random states),
-    else all take the content of the first rank's. A foreign checkpoint has counters alone.
+    else all ranks take the content of ``index.state_file``. A foreign checkpoint has counters alone.
     """
     comm, added = context.comm, dict[str, Any]()
     if index.foreign and "global_steps" not in index.counters and not context.load_module_only:
@@ -247,7 +247,7 @@ def _read_saved(context: LoadContext, index: AtomicIndex, target: Target) -> dic
     saved = comm.once(lambda: read(index.state_file), find_reader(index.state_file))
     own_file = comm.run(lambda: _find_own_file(index, target))  # may access a store
     client = saved.keys() - {*DEEPSPEEDS, KEY, EXTRA_STATES}
-    if comm.rank == 0 and client and _leaves_files(index, target):
+    if comm.rank == 0 and client and _leaves_client_states(index, target):
         logger.info(
             "%s: other ranks' client states are not loaded if this run has no rank at their place: %s",
             *(index.state_file, shorten(sorted(map(str, client)), 3)),
@@ -257,7 +257,7 @@ def _read_saved(context: LoadContext, index: AtomicIndex, target: Target) -> dic
         questions = [] if own_file is None else [(find_reader(own_file), paths.index(own_file))]
         others = comm.ask(questions, lambda number: read(paths[number]))
 
-    def take() -> dict[str, Any]:
+    def choose_content() -> dict[str, Any]:
         content = added | (saved if own_file is None else others.pop() if others else read(own_file))
         if "global_steps" not in content and not context.load_module_only:
             raise UnsupportedError(
@@ -267,7 +267,7 @@ def _read_saved(context: LoadContext, index: AtomicIndex, target: Target) -> dic
             )
         return content
 
-    return comm.run(take)
+    return comm.run(choose_content)
 
 
 def _read_state_file(index: AtomicIndex, config: UniversalConfig, path: str) -> dict[str, Any]:
@@ -284,8 +284,8 @@ def _find_own_file(index: AtomicIndex, target: Target) -> str | None:
     return find_state_file(index, parallel.mp_rank, parallel.dp_rank if parallel.dp == index.topology.dp else 0)
 
 
-def _leaves_files(index: AtomicIndex, target: Target) -> bool:
-    """Return True if some rank's state file has no rank at its place in this run."""
+def _leaves_client_states(index: AtomicIndex, target: Target) -> bool:
+    """Return True if some saved rank's client state has no rank at its place here."""
     if index.topology.zero_stage == 3 and index.topology.dp not in (1, target.parallel.dp):
         return True
     return max(index.written_degrees) > 1 and not _has_saved_degrees(index, target)
@@ -299,7 +299,7 @@ def _has_saved_degrees(index: AtomicIndex, target: Target) -> bool:
 def _restore_others(
     context: LoadContext, index: AtomicIndex, saved: dict[str, Any], modules: Iterable[tuple[torch.nn.Module, Any]]
 ) -> None:
-    """Restore scheduler, random-ltd, data sampler and the modules' extra states."""
+    """Restore LR scheduler, random-LTD, data sampler, and the (module, extra state)s."""
     if not context.load_module_only:
         notes = restore_helpers(context.engine, saved, with_scheduler=context.load_lr_scheduler_states)
         if notes:
@@ -311,6 +311,7 @@ def _restore_others(
 def _finish(
     context: LoadContext, target: Target, fill_plan: FillPlan, saved: dict[str, Any], *, with_states: bool
 ) -> None:
+    """Attach optimizer states; restore counters, loss scaler and learning rates."""
     engine, index = context.engine, fill_plan.index
     if with_states:
         attach_states(target, fill_plan.states, fill_plan.match)

@@ -35,7 +35,7 @@ logger = logging.getLogger("deepspeed_ucp")
 
 
 def prepare(context: LoadContext, saved: AtomicIndex, target: Target, *, with_states: bool) -> FillPlan:
-    """Match names, settle patterns and list this rank's wants (collective).
+    """Plan this rank's fill: match names, settle patterns, list wants (collective).
 
     A ``custom_load_fn`` loads all tensors that no optimizer owns.
     """
@@ -47,7 +47,7 @@ def prepare(context: LoadContext, saved: AtomicIndex, target: Target, *, with_st
         return FillPlan(saved)
     view = view_engine(target, None if is_custom else comm.run(target.extras), comm)
     fill_plan, settled = comm.run(lambda: _match(context, saved, target, view, with_states=with_states))
-    _share(context, view, settled, fill_plan)
+    _exchange_needs(context, view, settled, fill_plan)
     return fill_plan
 
 
@@ -99,6 +99,7 @@ def view_engine(target: Target, extras: Sequence[EngineBuffer] | None, comm: Com
 
 
 def _join_shapes(reports: Iterable[tuple[int, Shapes]], tp: int, unsharded: Set[str]) -> Shapes:
+    """Join reports of tensor-parallel ranks; MismatchError if one lacks a tensor."""
     by_rank: dict[str, dict[int, Shape]] = {}
     for tp_rank, shapes in reports:
         for name, (shape,) in shapes.items():
@@ -113,7 +114,7 @@ def _join_shapes(reports: Iterable[tuple[int, Shapes]], tp: int, unsharded: Set[
 
 
 def check_alike(view: EngineView, target: Target) -> None:
-    """Compare this rank's tensors with those that data-parallel rank 0 has reported."""
+    """Raise MismatchError if this rank's tensors differ from data-parallel rank 0's."""
     joined, tp_shard_of = view.shapes, target.tp_shard_of
     shapes = {**target.owned_shapes(), **{extra.name: extra.shape for extra in view.extras}}
     differing = [f"{n} {shape}" for n, shape in shapes.items() if n not in joined or joined[n][tp_shard_of(n)] != shape]
@@ -127,7 +128,7 @@ def check_alike(view: EngineView, target: Target) -> None:
 def settle_layouts(
     index: AtomicIndex, live: EngineView, match: Match, rules: Sequence[RuleSet], *, log: bool
 ) -> Settled:
-    """Return how source and target cut each matched tensor, by saved name.
+    """Find how source and target cut each matched tensor, by saved name.
 
     Without tensor parallelism only tensors of another shape have an entry: a padded vocabulary, or a ``resize`` rule.
     """
@@ -210,7 +211,7 @@ def _match(
 def make_buffers(
     wants: Wants, view: EngineView, states: Sequence[States], filled: Container[str], target: Target
 ) -> list[Buffer]:
-    """Return each wanted buffer's memory: live tensors, states, new ones for replicas."""
+    """Return the memory of each wanted buffer: live, or new for replicas of a mean."""
     buffers, stored = list[Buffer](), dict(wants.sinks)
     numels = {number: mean.high - mean.low for mean in wants.means for number in mean.replicas}
     for (state, number), spans in zip(wants.buffers, wants.list_spans(), strict=True):
@@ -247,7 +248,7 @@ _REAL = {dtype for dtype in FLOATING if not dtype.startswith("float8")}
 
 
 def describe_rounding(wants: Wants, view: EngineView) -> list[str]:
-    """Describe values that are rounded, and tensors whose kind of number changes."""
+    """Describe restored values that are rounded or change their kind of number."""
     notes, rounded = set[str](), dict[tuple[str, str], list[str]]()
     arriving = dict.fromkeys((*wants.buffers[at], stored) for at, stored in wants.sinks)
     for state, number, stored in arriving:
@@ -278,8 +279,8 @@ def _rounds(stored: str, dtype: str) -> bool:
     return now.eps > before.eps or now.max < before.max
 
 
-def _share(context: LoadContext, view: EngineView, settled: Settled, fill_plan: FillPlan) -> None:
-    """Join the needs of all ranks, and log what is unusual (collective)."""
+def _exchange_needs(context: LoadContext, view: EngineView, settled: Settled, fill_plan: FillPlan) -> None:
+    """Complete the plan by the needs of all ranks; log all warnings (collective)."""
     comm, index, layouts = context.comm, fill_plan.index, settled.pairs
     fill_plan.touched = _join_touched(index, fill_plan.touched, comm)
     atoms, cut = index.atoms, [key for key in fill_plan.touched if key.name in layouts]
@@ -303,7 +304,7 @@ def _share(context: LoadContext, view: EngineView, settled: Settled, fill_plan: 
 
 
 def _join_touched(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) -> list[AtomKey]:
-    """Join the atoms that ranks need, in the index's order (collective)."""
+    """Return the atoms that any rank needs, in the index's order (collective)."""
     params, states = index.atoms.storages, index.atoms.list_states()
     numbers = {param: number for number, param in enumerate(params)}
     mask = np.zeros((len(numbers), len(states)), np.bool_)

@@ -93,7 +93,7 @@ class OptimizerMatch:
         return self.probes[key]
 
     def check(self) -> None:
-        """Check that the live optimizer keeps the saved states."""
+        """Raise MismatchError if the live optimizer cannot continue from saved states."""
         if fault := next(filter(None, self._find_faults()), ""):
             raise MismatchError(f"{fault} {WEIGHTS_ONLY}.")
 
@@ -126,34 +126,34 @@ class OptimizerMatch:
                 yield self._find_fault(flat, key[-1])
             yield self._find_gap(flat, key[-1])
 
-    def _find_gap(self, flat: EngineBuffer, have: tuple[str, ...]) -> str:
-        """Describe a parameter that has only some of the states of others in its buffer."""
+    def _find_gap(self, flat: EngineBuffer, stored: tuple[str, ...]) -> str:
+        """Describe a parameter that lacks saved states which others of its buffer have."""
         for param in self.saved_params(flat):
             states = find_states(self.index, param)
-            if 0 < len(states) < len(have):
-                return (
-                    f"The checkpoint has {', '.join(states)} of {param}, and {', '.join(have)} of others. To continue,"
-                )
+            if 0 < len(states) < len(stored):
+                fact = f"The checkpoint has {', '.join(states)} of {param}, and {', '.join(stored)} of others."
+                return f"{fact} To continue,"
         return ""
 
-    def _find_fault(self, flat: EngineBuffer, have: tuple[str, ...]) -> str:
+    def _find_fault(self, flat: EngineBuffer, stored: tuple[str, ...]) -> str:
+        """Describe why the optimizer cannot continue from the ``stored`` states, or ""."""
         kept = self.probe(flat)
-        if kept is None or not (have or any(self.index.scalars.get(param) for param in self.saved_params(flat))):
+        if kept is None or not (stored or any(self.index.scalars.get(param) for param in self.saved_params(flat))):
             return ""
         kind, group = type(self.target.optimizer).__name__, self.target.param_group(flat)
         if kept.other:
             listed = [f"{name} ({description})" for name, description in kept.other.items()]
             return f"{kind} keeps states that are not element-wise: {shorten(listed)}. To continue,"
-        if set(have) != set(kept.elementwise):
+        if set(stored) != set(kept.elementwise):
             return (
                 f"The checkpoint's optimizer ({self.index.optimizer or 'not named'}) keeps "
-                f"{', '.join(have) or 'no state'} for {shorten(flat.names, 3)}; this run's {kind} keeps "
+                f"{', '.join(stored) or 'no state'} for {shorten(flat.names, 3)}; this run's {kind} keeps "
                 f"{', '.join(sorted(kept.elementwise)) or 'no state'}. Continue with the saved run's optimizer, or"
             )
         # States that the saved hyper-parameters would switch off (``amsgrad``) against this run's configuration.
-        switched = have and flat.group in self.match.hyper
+        switched = stored and flat.group in self.match.hyper
         unswitched = probe_optimizer(self.target.optimizer, group, {}, flat.tensor) if switched else None
-        if unswitched and (lacking := sorted(set(unswitched.elementwise) - set(have))):
+        if unswitched and (lacking := sorted(set(unswitched.elementwise) - set(stored))):
             return (
                 f"This run's {kind} keeps {', '.join(lacking)} by its hyper-parameters, the checkpoint's did not: the "
                 "saved hyper-parameters would switch that off. Configure the optimizer as in the saved run, or"
@@ -165,7 +165,7 @@ class OptimizerMatch:
                 f"or set {KEEP_LIVE} to continue with this run's rule if it needs no other states, or"
             )
         scalars = set().union(*(self.index.scalars.get(param, ()) for param in self.saved_params(flat)))
-        if have and (lacking := sorted(set(kept.scalars) - scalars)):
+        if stored and (lacking := sorted(set(kept.scalars) - scalars)):
             return (
                 f"This run's {kind} needs {', '.join(lacking)} of each parameter, which the checkpoint's optimizer did "
                 "not keep. Continue with the saved run's optimizer, or"
@@ -173,7 +173,7 @@ class OptimizerMatch:
         return ""
 
     def find_live(self, flat: EngineBuffer) -> dict[str, torch.Tensor]:
-        """Return the element-wise states that the optimizer already has."""
+        """Return the element-wise states that the optimizer has in memory already."""
         states = self.target.optimizer.state.get(flat.tensor, {})
         tensors = {name: value for name, value in states.items() if isinstance(value, torch.Tensor)}
         if flat.swap is not None:  # a state in a swap file is not in memory
@@ -216,9 +216,9 @@ class OptimizerMatch:
         return notes
 
     def _list_new(self, flat: EngineBuffer) -> list[str]:
-        """List parameters without saved states under a step count restored for others.
+        """List parameters without saved states that get the restored step count of others.
 
-        Others are in the same flat buffer, or in the param group if it has the count (FusedAdam).
+        The others are in the same flat buffer, or in the param group if it has the count (FusedAdam).
         """
         stepped = {param for param in self.saved_params(flat) if self.index.scalars.get(param)}
         if not stepped and self.match.hyper.get(flat.group, {}).get("step"):

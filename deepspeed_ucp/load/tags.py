@@ -54,7 +54,7 @@ def find_tag(
     """
     wanted, places = None if tag is None else str(tag), (load_dir, *also)
     requested = comm.gather(wanted)
-    comm.run_replicated(partial(_compare_requested, load_dir, requested))
+    comm.run_replicated(partial(_check_requested, load_dir, requested))
     ask = partial(_look, requested=wanted, rank=comm.rank, universal=universal, fallback=fallback)
     errors: list[str] = []
     newest: str | None = None
@@ -70,7 +70,7 @@ def find_tag(
             return chosen
     if chosen is None and not errors:
         return None
-    if chosen is not None and _is_somewhere(places, chosen, comm):
+    if chosen is not None and _has_folder(places, chosen, comm):
         return chosen
     if newest is None:
         raise comm.common(CheckpointError(errors[0]))
@@ -82,7 +82,7 @@ def find_tag(
 def _look(
     place: str, requested: str | None, rank: int, *, universal: bool, fallback: bool
 ) -> tuple[str | None, str, str | None]:
-    """Look for the tag in a place; rank 0 alone looks in a store.
+    """Find the tag in a place, as this rank sees it; only rank 0 looks in a store.
 
     Returns:
         The tag: ``requested``, or that of ``latest``, or None. The fault, if there is no valid tag. With
@@ -107,16 +107,16 @@ def _look(
 def _choose(load_dir: str, named: Sequence[str | None]) -> str | None:
     if len({*named} - {None}) > 1:
         raise CheckpointError(
-            f"ranks see different checkpoints ({_describe_named(named)}). Remove the `latest` of the older "
+            f"ranks see different checkpoints ({_describe_tags(named)}). Remove the `latest` of the older "
             "one, or name the tag (tag=… of load_checkpoint).",
             path=load_dir,
         )
     return next((tag for tag in named if tag is not None), None)
 
 
-def _compare_requested(load_dir: str, requested: Sequence[str | None]) -> None:
+def _check_requested(load_dir: str, requested: Sequence[str | None]) -> None:
     if len({*requested}) > 1:
-        named = _describe_named([tag or "the tag in `latest`" for tag in requested])
+        named = _describe_tags([tag or "the tag in `latest`" for tag in requested])
         raise CheckpointError(
             f"ranks asked for different tags ({named}), and all load one. Give load_checkpoint the same tag "
             "on every rank: if each rank finds it, use that of rank 0 (torch.distributed.broadcast_object_list).",
@@ -124,7 +124,7 @@ def _compare_requested(load_dir: str, requested: Sequence[str | None]) -> None:
         )
 
 
-def _describe_named(named: Sequence[str | None]) -> str:
+def _describe_tags(named: Sequence[str | None]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, tag in enumerate(named):
         if tag is not None:
@@ -132,8 +132,8 @@ def _describe_named(named: Sequence[str | None]) -> str:
     return shorten(f"rank{'s' * (len(members) > 1)} {join_numbers(members)}: {tag}" for tag, members in ranks.items())
 
 
-def _is_somewhere(places: Sequence[str], tag: str, comm: Comm) -> bool:
-    """Return True if some rank that did not know a tag has it (collective)."""
+def _has_folder(places: Sequence[str], tag: str, comm: Comm) -> bool:
+    """Return True if some rank sees the tag's folder in some place (collective)."""
     paths = [os.path.join(place, tag) for place in places]
     here = comm.gather_results(lambda: any(is_folder(path) for path in paths if not is_url(path)))
     return any(here) or comm.once(lambda: any(is_folder(path) for path in paths if is_url(path)))
@@ -141,7 +141,7 @@ def _is_somewhere(places: Sequence[str], tag: str, comm: Comm) -> bool:
 
 @contextmanager
 def suggest_fallback(comm: Comm, has_older: Callable[[], bool]) -> Iterator[None]:
-    """Add the ``fallback`` option to a common fault's message if it would avoid it.
+    """Suggest the option ``fallback`` in a CheckpointError of all ranks if it helps.
 
     Args:
         has_older: whether there is another checkpoint to fall back to; called after a fault, on one rank for all.
@@ -159,12 +159,12 @@ _FALLBACK = '"fallback": true loads the newest checkpoint that is complete.'
 
 
 def find_all_tags(places: Sequence[str]) -> set[str]:
-    """The tags in all places together."""
+    """Return the tags in all places together."""
     return {tag for place in places for tag in find_tags(place)}
 
 
 def find_folders(places: Sequence[str], tag: str, comm: Comm) -> list[str]:
-    """Return the tag's folder in each place, or a place that is it (collective).
+    """Return the tag's folder in each place; a place may be it already (collective).
 
     Example:
         >>> find_folders(["checkpoints", "s3://bucket/run"], "global_step100", Comm())

@@ -117,7 +117,7 @@ class Transfer:
         return [plan.filter_for_sinks(first, now, keep_reads=self.checksum), plan.filter_for_sinks(rest, then)]
 
     def _configure(self, threads: int, window: int) -> None:
-        """Set threads and sizes, allocate separate memory, list ranges to read again."""
+        """Choose threads and sizes, allocate separate memory, list ranges to reread."""
         wanted = threads or count_readers(self.fill_plan.index.state_file)
         self.threads = min(wanted, max(window // (4 * BLOCK), 1))
         # Each thread buffers a read that is converted on the way. All threads share half of the window; staging has
@@ -230,11 +230,11 @@ class Transfer:
             round_, stage = plan.rounds[number], self._find_staging(self.comm.rank, number)
             sends, claims = round_.select_exchange(self.comm.rank, exchange, self.same_node)
             reads = [*(() if exchange else round_.reads), *batches[turn]]
-            checks.extend(self._work(reader, reads, received, sinks, MemorySink(stage)))
+            checks.extend(self._execute(reader, reads, received, sinks, MemorySink(stage)))
             return _pack(stage, sends), sends, claims, np.empty(sum(_count_bytes(claims)), np.uint8)
 
         def end() -> list[Checked]:
-            rest = self._work(reader, batches[-1], received, sinks)
+            rest = self._execute(reader, batches[-1], received, sinks)
             self.device_copies.finish()
             return rest
 
@@ -265,7 +265,7 @@ class Transfer:
             return [own_reads[low:high] for low, high in pairwise(limits)]
         return [*([] for _ in range(turns - 1)), own_reads]
 
-    def _work(
+    def _execute(
         self,
         reader: RecordReader,
         reads: Sequence[Read],
@@ -273,7 +273,7 @@ class Transfer:
         sinks: Sinks,
         stage: Sink | None = None,
     ) -> list[Checked]:
-        """Execute reads, which wait for storage, then copies in one pool of threads."""
+        """Execute reads, then copies of received claims, in one pool of threads."""
         with_stage = [*sinks, stage]  # STAGING is the last
         checks: list[Checked] = []
 
@@ -308,7 +308,7 @@ class Transfer:
                 data = data[item.nbytes :]
 
     def _find_staging(self, rank: int, number: int) -> memoryview:
-        """Return the half of a rank's staging memory that a round uses.
+        """Return the half of a rank's staging memory that round ``number`` uses.
 
         It is empty if this rank does not see it.
         """
@@ -341,6 +341,7 @@ def _split_received(claims: Sequence[Sequence[Read]], data: memoryview) -> Itera
 
 
 def _pack(stage: memoryview, sends: Sequence[Sequence[Read]]) -> Bytes:
+    """Copy the bytes of reads of staging memory, one read after the other."""
     packed = np.frombuffer(Scratch().take(sum(_count_bytes(sends))), np.uint8)
     position = 0
     for send in chain.from_iterable(sends):
@@ -356,7 +357,7 @@ def _view_runs(memory: memoryview, run: int, step: int, count: int) -> Bytes:
 
 
 def choose_memory(buffers: Sequence[Buffer], window: int, comm: Comm, *, prefer_memory: bool) -> bool:
-    """Choose the memory of each live buffer (collective).
+    """Choose in which memory and pass each buffer is filled (collective).
 
     A failed read changes no engine. Values that can be recomputed are filled in place. The rest is filled in separate
     memory and copied at the end, if ``prefer_memory`` is set and every machine has enough; otherwise pass 2 fills it.
@@ -414,7 +415,7 @@ def negotiate(
     block: int = BLOCK,
     min_direct: int = MIN_DIRECT,
 ) -> LoadPlan:
-    """Plan this rank's reads from the owners' answers to its claims (collective).
+    """Plan this rank's reads: send claims to owners, receive answers (collective).
 
     Args:
         same_node: ranks that see each other's staging memory.

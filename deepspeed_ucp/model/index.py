@@ -44,10 +44,10 @@ def to_integer(value: Any) -> Any:
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 """Keys of a ds_config: samples of a step over all ranks, of a micro batch, and micro batches of a step."""
 
-ASKED = "ucp_asked_batch"
+SCRIPT_BATCH = "ucp_asked_batch"
 """Key of a ds_config: samples per rank and step that the script asked for, if a trainer kept the saved total batch."""
 
-BEGUN = ("ucp_begun_ranks", "ucp_begun_accumulation")
+INITIAL_SIZES = ("ucp_begun_ranks", "ucp_begun_accumulation")
 """Keys of a ds_config: ranks and micro batches per step at the start of the run, if a resume has changed them."""
 
 SHUFFLED = "ucp_shuffled"
@@ -66,8 +66,8 @@ class SavedJob:
         model_ranks: number of processes that hold one replica of the model.
         total_batch: samples per step over all ranks; None if unknown.
         accumulation: micro batches per step; None if unknown.
-        asked: value of :data:`ASKED`; None if the job trained on the script's own batch.
-        begun: values of :data:`BEGUN`; None if no resume has changed them.
+        script_batch: value of :data:`SCRIPT_BATCH`; None if the job trained on the script's own batch.
+        initial_sizes: values of :data:`INITIAL_SIZES`; None if no resume has changed them.
         shuffled: value of :data:`SHUFFLED`; None if unknown.
         micro: samples in a micro batch; None if unknown.
         format: name of a foreign format, which records neither ranks nor batch; empty for a DeepSpeed save.
@@ -79,8 +79,8 @@ class SavedJob:
     steps: int
     total_batch: int | None
     accumulation: int | None
-    asked: int | None = None
-    begun: tuple[int, int] | None = None
+    script_batch: int | None = None
+    initial_sizes: tuple[int, int] | None = None
     format: str = ""
     weights_alone: bool = False
     shuffled: int | None = None
@@ -95,15 +95,15 @@ class SavedJob:
 
     @classmethod
     def read(cls, counters: Mapping[str, Any]) -> SavedJob:
-        """Read the job from counters; samples and steps give a missing total batch."""
+        """Read the job from a save's counters; a missing total batch is samples / steps."""
         numbers = {key: to_integer(value) for key, value in counters.items()}
         model_ranks = numbers.get("mp_world_size") or 1
         steps, samples = numbers.get("global_steps") or 0, numbers.get("global_samples") or 0
         total = numbers.get(BATCH_SIZES[0]) or (samples // steps if steps and not samples % steps else None)
         ranks = (numbers.get("dp_world_size") or 1) * model_ranks
-        ours, micro = map(numbers.get, BEGUN)
-        begun = (ours, micro) if ours and micro else None
-        batch = (total or None, numbers.get(BATCH_SIZES[2]), numbers.get(ASKED), begun)
+        first_ranks, first_accumulation = map(numbers.get, INITIAL_SIZES)
+        initial = (first_ranks, first_accumulation) if first_ranks and first_accumulation else None
+        batch = (total or None, numbers.get(BATCH_SIZES[2]), numbers.get(SCRIPT_BATCH), initial)
         return cls(ranks, model_ranks, steps, *batch, shuffled=numbers.get(SHUFFLED), micro=numbers.get(BATCH_SIZES[1]))
 
 

@@ -55,7 +55,7 @@ class DerivedParam:
         return cls((Slice(name),), len(shape))
 
     def find_shape(self, numel: int, saved: Shape) -> Shape:
-        """Return the shape of ``numel`` elements of slices of a ``saved`` shape."""
+        """Return the derived shape of ``numel`` elements; ``saved``: the first slice's."""
         if (len(self.slices), self.slices[0].count, self.dims) == (1, 1, len(saved)):
             return saved
         inner = self.dims - len(self.lead) - 1
@@ -70,12 +70,12 @@ MOST_FUSED = 1 << 14
 
 
 def can_fuse(shape: Shape, parts: int) -> bool:
-    """Return True if a tensor of this shape can contain so many atoms."""
+    """Return True if a tensor of this shape can be a stack of ``parts`` atoms."""
     return 0 < parts <= MOST_FUSED and shape[:1] == (parts,) and prod(shape) > 0
 
 
 def fuse(index: AtomicIndex) -> AtomicIndex:
-    """Return the index with one parameter [count, …] for the atoms in each ``fused``."""
+    """Join the atoms of each name in ``index.fused`` into one parameter [count, …]."""
     dims = {key.name: len(atom.shape) for key, atom in index.atoms.items() if index.fused}
     made = {}
     for name, count in index.fused.items():
@@ -85,7 +85,7 @@ def fuse(index: AtomicIndex) -> AtomicIndex:
 
 
 def split(index: AtomicIndex, fused: Mapping[str, int]) -> AtomicIndex:
-    """Return the index with separate atoms for each fused parameter."""
+    """Split each parameter in ``fused`` (→ count) into atoms ``name.0``, ``name.1``…"""
     shapes = {key.name: atom.shape for key, atom in index.atoms.items() if key.name in fused}
     made = {
         f"{name}.{number}": DerivedParam((Slice(name, number, fused[name]),), len(shape) - 1)
@@ -96,7 +96,7 @@ def split(index: AtomicIndex, fused: Mapping[str, int]) -> AtomicIndex:
 
 
 def recast(index: AtomicIndex, live: Shapes) -> AtomicIndex:
-    """Return the index in the live model's form, as extensions derive parameters."""
+    """Return the index with the live parameters, which extensions derive from saved."""
     adaptation = Adaptation(index, EngineView(live), (), None, False, index, frozenset())
     for extension in find_for_names([*(param.name for param in index.atoms.storages), *live]):
         extension.adapt(adaptation)
@@ -115,7 +115,7 @@ def derive(index: AtomicIndex, made: Mapping[str, DerivedParam], dropped: Iterab
     """Return the index with derived parameters in place of the saved ones they use.
 
     Args:
-        made: by name; every state is derived alike.
+        made: the derived parameters by name; every state is derived alike.
         dropped: saved parameters that are left out.
 
     Raises:
@@ -159,7 +159,7 @@ def _derive_atoms(
     used: Container[str],
     follow: Callable[[Iterable[ParamKey]], Iterable[ParamKey]],
 ) -> tuple[dict[ParamKey, list[ParamStorage]], dict[AtomKey, Repeated]]:
-    """Return the storage of each parameter, and the parts that files hold twice."""
+    """Return the storages after the derivation, and the parts that files hold twice."""
     storages: dict[ParamKey, list[ParamStorage]] = {}
     repeated = {key: parts for key, parts in index.repeated.items() if key.name not in used}
     for param, shards in index.atoms.storages.items():
@@ -203,7 +203,7 @@ def _make_atom(index: AtomicIndex, key: AtomKey, made: DerivedParam) -> tuple[At
 
 
 def _lay_out(slices: Iterable[Slice], numels: Iterable[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (low, high) of slices in a saved shard, and the start in the derived one."""
+    """Yield (low, high, position in the derived shard) of each slice of saved shards."""
     position = 0
     for piece, numel in zip(slices, numels, strict=True):
         low, high = (number * numel // piece.count for number in (piece.number, piece.number + piece.width))
@@ -221,7 +221,7 @@ def _move(fragments: Iterable[Fragment], begin: int, end: int, position: int, it
 
 
 def _check_alike(index: AtomicIndex, made: Mapping[str, DerivedParam], used: Container[str]) -> None:
-    """Check that the parameters from which one is derived agree."""
+    """Raise MismatchError if joined parameters differ in states, steps or groups."""
     kinds: dict[str, set[tuple[str, int, str]]] = defaultdict(set)
     for key, atom in index.atoms.items():
         if key.name in used:

@@ -91,9 +91,9 @@ def list_runs(want: Want) -> Iterator[tuple[int, Run]]:
     and their targets elements of the destination.
     """
     storage = want.atom.shards[want.shard].states[want.atom.state]
-    parts = _meet_shards(want)
+    parts = _list_shard_runs(want)
     if isinstance(storage, Fragments) and storage.shape and (want.view is None or _is_whole(want.view.source)):
-        parts = _meet_blocks(want, storage)
+        parts = _list_block_runs(want, storage)
     for record, first, run in parts:
         dst = run.dst - want.start + want.position
         yield record, Run(run.src + first, dst, run.width, run.count, run.src_step, run.dst_step)
@@ -107,8 +107,8 @@ def _is_whole(layout: Layout) -> bool:
     )
 
 
-def _meet_blocks(want: Want, storage: Fragments) -> Iterator[tuple[int, int, Run]]:
-    """Yield the same as :func:`_meet_shards`, with all rows of a block in few runs."""
+def _list_block_runs(want: Want, storage: Fragments) -> Iterator[tuple[int, int, Run]]:
+    """Like :func:`_list_shard_runs`, with all rows of a block in few runs."""
     target, rank = (whole(storage.shape), 0) if want.view is None else (want.view.target, want.view.rank)
     claims = None if want.view is None else want.view.source.claims
     for fragment in storage.find_blocks(want.start, want.end) if want.view is None else storage.fragments:
@@ -120,8 +120,8 @@ def _meet_blocks(want: Want, storage: Fragments) -> Iterator[tuple[int, int, Run
             yield fragment.record, fragment.offset // want.itemsize, run
 
 
-def _meet_shards(want: Want) -> Iterator[tuple[int, int, Run]]:
-    """Yield (record, element of it that the run's source counts from, run)."""
+def _list_shard_runs(want: Want) -> Iterator[tuple[int, int, Run]]:
+    """Yield (record, its element that ``run.src`` counts from, run)."""
     view = want.view
     for number in (want.shard,) if view is None else view.shards:
         runs: Iterable[Run] = (Run(want.start, want.start, want.numel),)
@@ -138,14 +138,14 @@ def locate(want: Want, block: int = ENDLESS, *, split: bool = False) -> Iterator
 
     Args:
         block: cut them at multiples of this number of bytes.
-        split: yield each run that is contiguous in the record as an item.
+        split: split items into runs that are contiguous in the record.
     """
     for record, run in list_runs(want):
-        for part in _split(run) if split else (run,):
+        for part in _split_run(run) if split else (run,):
             yield from make_items(record, part, want.itemsize, want.destination, block)
 
 
-def _split(run: Run) -> Iterator[Run]:
+def _split_run(run: Run) -> Iterator[Run]:
     """Yield runs that are contiguous in the source."""
     if run.count == 1 or run.src_step == run.width:
         yield run
@@ -170,12 +170,12 @@ def make_items(record: int, run: Run, itemsize: int, destination: int, block: in
 
 
 def list_claims(wants: Iterable[Want], block: int) -> list[Read]:
-    """Return the reads that fill a rank's wants; other ranks may execute them."""
+    """Return the reads, perhaps of many runs, that a rank's wants claim from others."""
     return join_items((item for want in wants for item in locate(want, block)), block)
 
 
 def list_reads(wants: Iterable[Want], block: int = ENDLESS) -> list[Read]:
-    """Return contiguous reads, each in one block, that fill wants without other ranks."""
+    """Return contiguous reads, each in one block, by which a rank fills wants itself."""
     return join_items((item for want in wants for item in locate(want, block, split=True)), block)
 
 

@@ -32,7 +32,7 @@ class Fault(NamedTuple):
     Attributes:
         name: the parameter's, or the common prefix of several.
         text: follows the name in the message.
-        kind: one of the four.
+        kind: EXTRA, MISSING, SHAPE or COUNT.
     """
 
     name: str
@@ -153,7 +153,7 @@ def match_parameters(
 def _match_names(
     index: AtomicIndex, live: EngineView, match: Match, *, with_states: bool, rules: Sequence[RuleSet]
 ) -> tuple[dict[str, tuple[Shape, Shape]], dict[bool, list[str]]]:
-    """Find the saved tensor for each live one, and note it in the match.
+    """Find the saved tensor for each live one, and record it in ``match.params``.
 
     Returns:
         Live name → saved and live shape, if they differ without a rule for it. The names that are trained only here
@@ -171,7 +171,7 @@ def _match_names(
         if name in live.declared_new:
             continue
         names = [live.renamed.get(other, other) for other in (name, *aliases.get(name, ()))]
-        counterpart = _find(index, names, orders[is_trained])
+        counterpart = _find_weight(index, names, orders[is_trained])
         param = pick_instance(index, counterpart[0] if counterpart else name, *live.ordinals.get(name, (0, 1)))
         if param.instance and pick_weight(index, param, is_trained, with_states) is None:
             counterpart = None
@@ -193,7 +193,7 @@ def _match_names(
 def _note_missing(
     index: AtomicIndex, match: Match, names: Sequence[str], name: str, shape: Shape, is_trained: bool
 ) -> None:
-    """Note a tensor that the checkpoint lacks: kept, unsaved buffer, or difference."""
+    """Record a tensor that the checkpoint lacks in ``kept``, ``notes`` or ``skipped``."""
     is_dropped = index.dropped and not any(index.find(index.resolve(other), MASTER) for other in names)
     if is_dropped and not is_trained:
         match.kept.append(name)
@@ -205,7 +205,7 @@ def _note_missing(
 
 
 def _note_extra(index: AtomicIndex, live: EngineView, match: Match) -> tuple[set[str], list[str]]:
-    """Note the saved tensors that the model lacks.
+    """Record the saved tensors that the model lacks in ``match.skipped``.
 
     Returns:
         The saved names without equal ties, and the extra ones.
@@ -234,7 +234,7 @@ def _note_extra(index: AtomicIndex, live: EngineView, match: Match) -> tuple[set
 
 
 def _note_shapes(match: Match, shapes: Mapping[str, tuple[Shape, Shape]]) -> list[Fault]:
-    """Return faults of other shapes; those of rows alone go to ``match.resized``."""
+    """Return faults of differing shapes; record those of rows in ``match.resized``."""
     faults = []
     for name, (saved, live) in shapes.items():
         fault = Fault(name, f": shape {saved} in the checkpoint, {live} in the model", SHAPE)
@@ -323,7 +323,7 @@ def _describe_thawed(names: Sequence[str], thawed: bool) -> str:
 
 
 def _describe_untied(live: EngineView, match: Match) -> list[str]:
-    """Describe trained parameters that were one in the saved run and are several here."""
+    """Describe trained parameters that were tied in the saved run and are not here."""
     taking: dict[ParamKey, list[str]] = defaultdict(list)
     for name, param in match.params.items():
         if name in live.owned:
@@ -363,8 +363,10 @@ def pick_instance(index: AtomicIndex, name: str, ordinal: int, total: int) -> Pa
     return ParamKey(name, copies - 1 if is_last else min(ordinal, copies - 1))
 
 
-def _find(index: AtomicIndex, names: Sequence[str], order: Sequence[str]) -> tuple[str, str, tuple[Shape, ...]] | None:
-    """Return the name, state and local shapes of a weight, or None."""
+def _find_weight(
+    index: AtomicIndex, names: Sequence[str], order: Sequence[str]
+) -> tuple[str, str, tuple[Shape, ...]] | None:
+    """Return a weight (saved name, first state in ``order``, local shapes), or None."""
     for name in map(index.resolve, names):
         shards = index.atoms.storages.get(ParamKey(name), ())
         for state in order:

@@ -64,6 +64,7 @@ class Blocks:
 
     Attributes:
         first: number of each record's first block, among those that the same ranks can read.
+        block, size: bytes per block, and number of ranks.
         access: the ranks that can read each record.
     """
 
@@ -84,11 +85,7 @@ class Blocks:
         return self.access.assign(records, self.first[records] + offsets // self.block, self.size)
 
     def owned(self, rank: int, touched: npt.NDArray[np.int64]) -> Iterable[tuple[int, int]]:
-        """Yield (record, block of it) for the blocks that ``rank`` owns in some records.
-
-        Args:
-            touched: these records, ascending.
-        """
+        """Yield (record, block of it) that ``rank`` owns in ``touched`` (ascending)."""
         records, indices, steps = self.access.find_indices(rank, touched, self.size)
         begins = (indices - self.first[records]) % steps
         exists = begins * self.block < self.nbytes[records]
@@ -184,7 +181,7 @@ def _feeds(read: Read, sinks: Sequence[bool]) -> bool:
 
 
 def _pick_reads(reads: Iterable[Read], served: Iterable[Read]) -> list[Read]:
-    """Return the reads with some bytes that are served."""
+    """Return the staged reads of which some bytes are served."""
     lows, highs = np.array([(read.offset, read.end) for read in served], np.int64).reshape(-1, 2).T
     staged = [(read, read.items[0].position) for read in reads]
     return [read for read, low in staged if ((lows < low + read.nbytes) & (highs > low)).any()]
@@ -201,8 +198,8 @@ def make_owner_plan(
 ) -> tuple[LoadPlan, list[Answers]]:
     """Assign each read of this rank's blocks to the claiming rank or to this rank.
 
-    This rank, the owner, stages the bytes that it reads for claims. Each byte of its blocks is read once, by the owner
-    or by the one rank that it grants it to. A rank is only granted bytes of files that it can read.
+    This rank, the owner, stages the bytes that it reads for claims. Each byte of its blocks is read once: by the owner,
+    or by one claiming rank that can read the file.
 
     Args:
         tables: per rank its claims on the blocks, ordered by record and offset; they are sent in this order.
@@ -392,7 +389,7 @@ def make_plan(
     rank: int,
     files: Sequence[int],
 ) -> LoadPlan:
-    """Combine this rank's plan as an owner with its own claims and their answers.
+    """Complete this rank's plan as an owner by its own claims and the owners' answers.
 
     Args:
         addressed: per owner, this rank's claims.
@@ -422,7 +419,7 @@ _GOLDEN = 2_654_435_769
 
 
 def order_reads(reads: Iterable[Read], files: Sequence[int], rank: int) -> list[Read]:
-    """Return the order in which a rank reads.
+    """Sort reads into the order in which a rank executes them.
 
     It is the order of the files, rotated by an offset that depends on the rank. So ranks that need neighbouring bytes
     do not all wait for the same part of the storage. Such ranks mostly have consecutive numbers; the golden ratio

@@ -46,7 +46,7 @@ def order_rules(index: AtomicIndex, rules: Sequence[RuleSet], live: Sequence[Rul
     """Return rule sets by precedence: the user's, the checkpoint's, a live engine's.
 
     Raises:
-        UnsupportedError: the checkpoint's metadata has another form than DeepSpeed's.
+        UnsupportedError: the checkpoint's metadata is not of DeepSpeed's form, and there are no rules of the user.
     """
     ordered = [*rules, from_recorded(index.recorded)] if index.recorded else list(rules)
     if info := index.hints.get(INFO):
@@ -68,7 +68,7 @@ def list_weights(index: AtomicIndex) -> dict[str, Atom]:
 
 
 def _pick_weights(index: AtomicIndex) -> Iterable[tuple[AtomKey, list[ParamStorage]]]:
-    """Return keys and storages of the weights, without building the atoms."""
+    """Return keys and storages of :func:`list_weights`, without building the atoms."""
     best: dict[str, tuple[int, AtomKey, list[ParamStorage]]] = {}
     for param, shards in index.atoms.storages.items():
         for rank, state in enumerate((MASTER, MODULE, COPY, *shards[0].states)):
@@ -117,7 +117,7 @@ def refuse_stateless(index: AtomicIndex) -> None:
 
 
 def describe_irregular(index: AtomicIndex) -> str:
-    """Describe optimizer states that no other topology can have; empty without any."""
+    """Describe saved optimizer states that cannot be resharded, or return ""."""
     listed = [f"{key.param}.{key.state} ({description})" for key, description in sorted(index.irregular.items())]
     if not listed:
         return ""

@@ -94,7 +94,7 @@ class Wants:
         layouts: tuple[Layout, Layout] | None,
         resizes: Mapping[str, Resized],
     ) -> None:
-        """Want a part of a shard of an atom.
+        """Want the elements of a cut from an atom, in a sink.
 
         Args:
             layouts: how source and target cut it; None if neither does.
@@ -110,7 +110,7 @@ class Wants:
     def _resize(
         self, atom: Atom, cut: Cut, buffer: int, layouts: tuple[Layout, Layout], tp_shard: int, resized: Resized
     ) -> None:
-        """Note the new and the kept rows of an atom that has another shape here."""
+        """Record the new rows of an atom of another shape, to zero or fill with a mean."""
         self.resized[atom.name] = resized
         low, high, is_weight = cut.offset, cut.offset + cut.numel, atom.state in (MASTER, MODULE, COPY)
         if resized.live > resized.kept and (resized.new == "zero" or not is_weight):
@@ -124,7 +124,7 @@ class Wants:
                 self.rows.append(NewRows(buffer, offset + begin, offset + end, atom.key, begin, view, tuple(columns)))
 
     def _add_mean(self, atom: Atom, cut: Cut, sink: int, views: Sequence[View | None]) -> None:
-        """Want every replica, in separate memory."""
+        """Want every replica in separate memory, and their mean in the sink's buffer."""
         replicas = []
         for view in views:
             replica = self.add_buffer((REPLICA, len(self.buffers)))
@@ -202,7 +202,7 @@ def _match_cuts(buffer: FlatBuffer, part: int, match: Match) -> list[tuple[Cut, 
 
 
 def list_touched(index: AtomicIndex, view: EngineView, match: Match, *, with_states: bool) -> list[AtomKey]:
-    """List the atoms from which the ranks with these buffers want something."""
+    """List the atoms that any rank with a part of these buffers wants."""
     wanted = [(buffer, name) for buffer in (*view.flats, *view.extras) for name in buffer.buffer.names]
     owned = {name for buffer in view.flats for name in buffer.buffer.names}
     atoms: list[Atom | None] = []
@@ -214,7 +214,7 @@ def list_touched(index: AtomicIndex, view: EngineView, match: Match, *, with_sta
 
 
 def list_overlaps(atom: Atom, layout: Layout) -> Iterator[tuple[Want, Want]]:
-    """Yield the elements that two of the source's shards have, as wants of both."""
+    """Yield the parts that two source shards have in common, as wants of both."""
     source = replace(layout, claims=None)
     for rank, other, part in list_repeats(layout):
         sides = (View(source, part, 0, (shard,)) for shard in (rank, other))
@@ -229,7 +229,7 @@ def find_states(index: AtomicIndex, param: ParamKey) -> dict[str, str]:
 
 
 def join_states(index: AtomicIndex, buffer: FlatBuffer, match: Match) -> dict[str, str]:
-    """Return the states of a buffer's parameters, each with its first dtype."""
+    """Return the saved states of a buffer's parameters, each with its first dtype."""
     states: dict[str, str] = {}
     for name in reversed(buffer.names):
         states.update(find_states(index, match.params[name]) if name in match.params else {})

@@ -45,7 +45,7 @@ _Sample = tuple[ParamKey, int, Fragment]
 
 
 def check_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) -> None:
-    """Compare redundant data (collective).
+    """Compare samples of masters and copies, and all repeated fragments (collective).
 
     At some elements of each shard ``cast(master)`` is compared with the copy in the model states. Training keeps them
     equal, so a differing shard was not saved together with the model states. ZeRO 3 saves no copies.
@@ -87,11 +87,11 @@ def _check_repeated(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) 
 
 
 def _check_master_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) -> None:
-    """Compare masters and copies in this rank's share of files (collective)."""
+    """Compare samples of masters and copies, each rank in some files (collective)."""
     atoms, files, pairs = index.atoms, list[int](), list[Pair]()
     compared, differing, first = Counter[int](), Counter[int](), dict[int, str]()
     for file, samples in _find_samples(index, touched, comm).items():
-        for (param, shard, _), (low, high) in _iter_sampled_runs(samples):
+        for (param, shard, _), (low, high) in _list_sampled_runs(samples):
             master, copy = (Want(atoms[param.atom(state)], low, high - low, shard=shard) for state in (MASTER, COPY))
             pairs.append((master, copy))
             files.append(file)
@@ -100,15 +100,15 @@ def _check_master_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: 
         file, (master, copy) = files[number], pairs[number]
         made = _cast(values, master.atom.dtype, copy.atom.dtype)
         size, width = master.itemsize, copy.itemsize
-        odd = [at for at in range(master.numel) if made[at * width :][:width] != others[at * width :][:width]]
+        unequal = [at for at in range(master.numel) if made[at * width :][:width] != others[at * width :][:width]]
         compared[file] += master.numel
-        differing[file] += len(odd)
-        for at in odd[:1]:
-            here = _show(values[at * size :][:size], master.atom.dtype)
-            there = _show(others[at * width :][:width], copy.atom.dtype)
+        differing[file] += len(unequal)
+        for at in unequal[:1]:
+            here = _to_float(values[at * size :][:size], master.atom.dtype)
+            there = _to_float(others[at * width :][:width], copy.atom.dtype)
             first.setdefault(file, f"{master.atom.name}[{master.start + at}] is {here} here and {there} there")
 
-    def check_shares() -> None:
+    def check_fractions() -> None:
         tolerated = _TOLERATED if index.topology.zero_stage else _TOLERATED_STAGE0
         for file, count in differing.items():
             if count > max(tolerated * compared[file], 1):
@@ -127,11 +127,11 @@ def _check_master_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: 
                 )
 
     compare_pairs(index, pairs, judge, comm)
-    comm.run(check_shares)
+    comm.run(check_fractions)
 
 
 def _find_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) -> dict[int, list[_Sample]]:
-    """Return file → fragments of masters with copies, for this rank's share of files.
+    """Return file → fragments of masters that have copies, for a part of the files.
 
     Each of thousands of ranks has few files, and creates no objects for the others.
     """
@@ -169,9 +169,9 @@ _ONE_FILE = (
 )
 
 
-def _iter_sampled_runs(entries: list[_Sample]) -> Iterator[tuple[_Sample, Span]]:
+def _list_sampled_runs(entries: list[_Sample]) -> Iterator[tuple[_Sample, Span]]:
     """Yield evenly spread runs of a file's elements, each within one fragment."""
-    wanted = _list_runs(sum(fragment.numel for *_, fragment in entries))
+    wanted = _spread_runs(sum(fragment.numel for *_, fragment in entries))
     begin = 0
     for entry in entries:
         fragment = entry[-1]
@@ -182,7 +182,7 @@ def _iter_sampled_runs(entries: list[_Sample]) -> Iterator[tuple[_Sample, Span]]
         begin += fragment.numel
 
 
-def _list_runs(total: int) -> list[Span]:
+def _spread_runs(total: int) -> list[Span]:
     """Return disjoint runs [low, high) of ``total`` elements, spread evenly."""
     if total <= _RUNS * _WIDTH:
         return [(at, at + 1) for at in range(total)]
@@ -196,7 +196,7 @@ def _cast(data: bytearray, source: str, target: str) -> bytearray:
     return result
 
 
-def _show(data: bytearray, dtype: str) -> float:
+def _to_float(data: bytearray, dtype: str) -> float:
     return float(np.frombuffer(_cast(data, dtype, "float64"), np.float64)[0])
 
 
@@ -204,7 +204,7 @@ def find_diverged(index: AtomicIndex, names: Sequence[str], dropped: Container[s
     """Return the parameters whose pipeline instances differ (collective).
 
     Args:
-        dropped: parameters with unused instances, which are compared completely; of the others samples are.
+        dropped: parameters with instances that no live stage takes: compared completely, the others by samples.
 
     Returns:
         The same on all ranks.
@@ -219,7 +219,7 @@ def find_diverged(index: AtomicIndex, names: Sequence[str], dropped: Container[s
                 diverged.add(name)
                 continue
             for rank, shard in enumerate(first.shards):
-                runs = [(0, shard.numel)] if name in dropped else _list_runs(shard.numel)
+                runs = [(0, shard.numel)] if name in dropped else _spread_runs(shard.numel)
                 for low, high in runs:
                     here, there = (Want(atom, low, high - low, shard=rank) for atom in (first, other))
                     every += cut_pair(here, there)
@@ -230,8 +230,8 @@ def find_diverged(index: AtomicIndex, names: Sequence[str], dropped: Container[s
             diverged.add(pairs[number][0].atom.name)
 
     compare_pairs(index, pairs, judge, comm)
-    found = set().union(*comm.gather(diverged))
-    return [name for name in names if name in found]
+    all_diverged = set().union(*comm.gather(diverged))
+    return [name for name in names if name in all_diverged]
 
 
 def check_replicas(atoms: Sequence[Atom], index: AtomicIndex, comm: Comm) -> None:
@@ -254,13 +254,13 @@ def check_replicas(atoms: Sequence[Atom], index: AtomicIndex, comm: Comm) -> Non
             part = pairs[number][1]
             here, there = (torch.frombuffer(data, dtype=getattr(torch, part.atom.dtype)) for data in (first, other))
             gap, key = (here.double() - there.double()).abs(), part.atom.key
-            found = key, float(gap.max()), part.shard, part.start + int(gap.argmax())
-            largest[key] = max(found, largest.get(key, found))  # one per atom keeps the exchange short
+            difference = key, float(gap.max()), part.shard, part.start + int(gap.argmax())
+            largest[key] = max(difference, largest.get(key, difference))  # one per atom keeps the exchange short
 
     compare_pairs(index, pairs, judge, comm)
     differences = sorted(difference for part in comm.gather([*largest.values()]) for difference in part)
     if differences:  # equal on all ranks
-        key, size, rank, element = [each for each in differences if each[0] == differences[0][0]][-1]
+        key, size, rank, element = [entry for entry in differences if entry[0] == differences[0][0]][-1]
         text = (
             f"{key.name} ({key.state}) is replicated over tensor-parallel ranks, but ranks 0 and {rank} saved "
             f"different values: the largest difference is {size:.3e} at element {element}. To load their mean, use: "
@@ -286,7 +286,7 @@ def check_overlaps(atoms: Sequence[tuple[Atom, Layout]], index: AtomicIndex, com
 
 
 def check_instances(index: AtomicIndex, counts: Mapping[str, int], touched: Iterable[AtomKey], comm: Comm) -> None:
-    """Check the copies of parameters that several pipeline stages hold (collective).
+    """Compare the instances of parameters on several pipeline stages (collective).
 
     DeepSpeed ties only ``tied_weight_attr``; other parameters of a tied module diverge between stages.
 
@@ -337,12 +337,12 @@ def compare_pairs(index: AtomicIndex, pairs: Sequence[Pair], judge: Judge, comm:
         UcpError: a file cannot be read, or the error of ``judge``; equal on all ranks.
     """
     if not index.access.is_partial or comm.size == 1:
-        comm.run(lambda: _judge_here(index, pairs, judge))
+        comm.run(lambda: _compare_readable(index, pairs, judge))
         return
-    batches, first, failed = list(_divide(pairs)), 0, Objections()
+    batches, first, failed = list(_batch_pairs(pairs)), 0, Objections()
     for at in range(max(comm.gather(len(batches)))):
         batch = batches[at] if at < len(batches) else []
-        values = _read_there(index, batch, comm)
+        values = _read_by_others(index, batch, comm)
         with failed:
             for number, (here, there) in enumerate(() if failed.errors else values, first):
                 judge(number, here, there)
@@ -351,22 +351,22 @@ def compare_pairs(index: AtomicIndex, pairs: Sequence[Pair], judge: Judge, comm:
 
 
 def cut_pair(first: Want, other: Want) -> Iterator[Pair]:
-    """Cut a pair into chunks."""
+    """Cut a pair into chunks of at most ``_CHUNK`` bytes per side."""
     step = _CHUNK // first.itemsize
     for low in range(0, first.numel, step):
         numel = min(step, first.numel - low)
         yield replace(first, start=first.start + low, numel=numel), replace(other, start=other.start + low, numel=numel)
 
 
-def _judge_here(index: AtomicIndex, pairs: Sequence[Pair], judge: Judge) -> None:
+def _compare_readable(index: AtomicIndex, pairs: Sequence[Pair], judge: Judge) -> None:
     apply, numbers = choose_map(index.state_file), iter(range(len(pairs)))
     with AtomReader(index) as reader:  # with checksums, from the places that a load reads
-        for batch in _divide(pairs):
+        for batch in _batch_pairs(pairs):
             for here, there in apply(lambda pair: (reader.read_want(pair[0]), reader.read_want(pair[1])), batch):
                 judge(next(numbers), here, there)
 
 
-def _divide(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
+def _batch_pairs(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
     batch, nbytes = list[Pair](), 0
     for pair in pairs:
         batch.append(pair)
@@ -378,7 +378,7 @@ def _divide(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
         yield batch
 
 
-def _read_there(index: AtomicIndex, pairs: Sequence[Pair], comm: Comm) -> list[tuple[bytearray, bytearray]]:
+def _read_by_others(index: AtomicIndex, pairs: Sequence[Pair], comm: Comm) -> list[tuple[bytearray, bytearray]]:
     """Return the bytes of this rank's pairs, read by ranks that can (collective)."""
     wants = [want for pair in pairs for want in pair]
     reads = [list_reads([want]) for want in wants]
@@ -396,11 +396,11 @@ def _read_there(index: AtomicIndex, pairs: Sequence[Pair], comm: Comm) -> list[t
             return bytes(data)
 
         answers = iter(comm.ask(list(zip(ranks, spans, strict=True)), read_span))
-    values = [_join(want, row, answers) for want, row in zip(wants, reads, strict=True)]
+    values = [_assemble(want, row, answers) for want, row in zip(wants, reads, strict=True)]
     return list(zip(values[::2], values[1::2], strict=True))
 
 
-def _join(want: Want, reads: Iterable[Read], answers: Iterator[bytes]) -> bytearray:
+def _assemble(want: Want, reads: Iterable[Read], answers: Iterator[bytes]) -> bytearray:
     values = bytearray(want.nbytes)
     sink = MemorySink(memoryview(values), want.itemsize)
     for read in reads:

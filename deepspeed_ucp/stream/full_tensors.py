@@ -72,7 +72,7 @@ class FullTensors:
     """All atoms of a source as full tensors.
 
     Attributes:
-        patterns: patterns by name, if known.
+        patterns, origin: each parameter's pattern, if known, and the source that settled it.
         unused: the user's rules without a match.
     """
 
@@ -96,7 +96,7 @@ def assemble_full_tensors(
     states: Callable[[str], bool] = lambda _: True,
     live: Sequence[RuleSet] = (),
 ) -> FullTensors:
-    """Assemble each parameter and buffer from its shards.
+    """Describe each parameter and buffer as assembled from its shards; reads nothing.
 
     Copies of parameters with a master are omitted: a load recreates them.
 
@@ -116,7 +116,7 @@ def assemble_full_tensors(
 
 
 def assemble_full_tensor(atom: Atom, layout: Layout) -> FullTensor:
-    """Assemble an atom by the layout of its shards."""
+    """Return an atom's full tensor, by the layout of its shards."""
     if len(layout.shards) == 1:
         return FullTensor(atom, layout.shape)
     full = tuple(((0, size),) for size in layout.view)
@@ -126,7 +126,7 @@ def assemble_full_tensor(atom: Atom, layout: Layout) -> FullTensor:
 
 
 def is_remade(key: AtomKey, index: AtomicIndex) -> bool:
-    """Return True for a copy that a load recreates from the parameter's master."""
+    """Return True for a 16-bit copy that a load recreates from the parameter's master."""
     return key.state == COPY and index.find(key.name, MASTER, key.instance) is not None
 
 
@@ -156,16 +156,16 @@ class WorkOptions:
     window: int = 256 << 20
     bar: MakeBar = no_bar
 
-    def divide(self, source: str) -> tuple[int, int]:
-        """Return (threads, bytes per read of a thread) for a source's folder.
+    def split_window(self, source: str) -> tuple[int, int]:
+        """Return (threads, bytes per batch) that fit into the window.
 
-        A thread holds about three times these bytes. The window may limit the number of threads.
+        A thread holds about three times these bytes. ``source``: the folder or file that they read.
         """
-        threads = max(min(self.count(source), self.window // (3 * ALIGNMENT)), 1)
+        threads = max(min(self.count_threads(source), self.window // (3 * ALIGNMENT)), 1)
         most = self.window // (3 * threads) // ALIGNMENT * ALIGNMENT
         return threads, max(min(most, RANGE), ALIGNMENT)
 
-    def count(self, source: str) -> int:
+    def count_threads(self, source: str) -> int:
         """Return the number of threads that read from a folder."""
         return self.workers or count_readers(source)
 

@@ -32,7 +32,7 @@ def refuse_scattered(index: AtomicIndex, reason: str) -> None:
     """Refuse a checkpoint with files that only other machines have.
 
     Raises:
-        UnsupportedError: this rank does not find all files.
+        UnsupportedError: this rank does not find all files; ``reason`` says why it needs them.
     """
     if index.access.is_partial and not all(file.places for file in index.files):
         raise UnsupportedError(
@@ -58,11 +58,11 @@ class AtomReader(RecordReader):
         return super().open_copy(path, file)
 
     def read_tensors(self, wants: Sequence[Want], memory: Sequence[memoryview]) -> list[Checked]:
-        """Read ranges of full tensors; compute means of shards and compare replicas.
+        """Read wants into memory; compute means, compare replicas and overlapping shards.
 
         Raises:
             CheckpointError: a file cannot be read.
-            MismatchError: replicas differ.
+            MismatchError: replicas or overlaps differ.
         """
         pairs = list(zip(wants, memory, strict=True))
         sinks = [MemorySink(data, want.itemsize) for want, data in pairs]
@@ -108,7 +108,7 @@ class AtomReader(RecordReader):
         other = Scratch().take(data.nbytes)
         for rank, shard, part in list_repeats(view.source):
             other[:] = data
-            claims = tuple(part.shards[0] if at == shard else held for at, held in enumerate(view.source.shards))
+            claims = tuple(part.shards[0] if at == shard else full for at, full in enumerate(view.source.shards))
             again = replace(want, view=replace(view, source=replace(view.source, claims=claims), shards=(shard,)))
             checks += self.read(list_reads([again]), [MemorySink(other, want.itemsize)])
             if other != data:
@@ -153,7 +153,7 @@ def read_state_file(index: AtomicIndex, path: str) -> TorchFile:
 
 
 def check_copy(path: str, file: FileRef) -> None:
-    """Compare a copy of a file with the index.
+    """Check that a copy of a file is the one in the index.
 
     A copy without a zip directory passes if it is the only one, or if the index has no CRC32 of the directory.
 
@@ -181,13 +181,13 @@ def describe_overlap(one: Want, other: Want) -> str:
     )
 
 
-def verify_reads(read: Sequence[Checked], index: AtomicIndex, comm: Comm, *, threads: int = 4) -> int:
+def verify_reads(checks: Sequence[Checked], index: AtomicIndex, comm: Comm, *, threads: int = 4) -> int:
     """Verify the CRC32 of all records that any rank has read (collective).
 
     Each rank reads the unread parts of every ``size``-th record among those that it can read.
 
     Args:
-        read: this rank's reads.
+        checks: of this rank's reads.
 
     Returns:
         Number of bytes that this rank has read in addition.
@@ -195,8 +195,8 @@ def verify_reads(read: Sequence[Checked], index: AtomicIndex, comm: Comm, *, thr
     Raises:
         CheckpointError: a record is damaged; equal on all ranks.
     """
-    received = merge_checks(send_checks(merge_checks(read), index, comm))
-    return comm.run(lambda: _complete(received, index, threads))
+    received = merge_checks(route_checks(merge_checks(checks), index, comm))
+    return comm.run(lambda: _verify_rest(received, index, threads))
 
 
 def verify_records(index: AtomicIndex, records: Iterable[int], comm: Comm) -> None:
@@ -208,15 +208,15 @@ def verify_records(index: AtomicIndex, records: Iterable[int], comm: Comm) -> No
     verify_reads([Checked(record, 0, 0, 0) for record in (records if comm.rank == 0 else ())], index, comm)
 
 
-def send_checks(checks: Sequence[Checked], index: AtomicIndex, comm: Comm) -> list[Checked]:
-    """Return the checks of all ranks for the records of this rank (collective)."""
+def route_checks(checks: Sequence[Checked], index: AtomicIndex, comm: Comm) -> list[Checked]:
+    """Send checks to the rank that verifies the record; return received (collective)."""
     rows = np.array([(c.record, c.offset, c.nbytes, c.crc) for c in checks], np.int64).reshape(-1, 4)
     owners = index.access.take_turns(index.records.files, comm.size)[rows[:, 0]]
     tables = comm.swap_tables([rows[owners == rank] for rank in range(comm.size)])
     return [Checked(*row) for table in tables for row in table.tolist()]
 
 
-def _complete(received: Sequence[Checked], index: AtomicIndex, threads: int) -> int:
+def _verify_rest(received: Sequence[Checked], index: AtomicIndex, threads: int) -> int:
     """Read and verify the rest of each record; return the number of bytes read."""
     records, gaps, joined = index.records, list[Read](), dict[int, list[Checked]]()
     for number, group in groupby(received, attrgetter("record")):

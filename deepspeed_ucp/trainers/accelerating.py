@@ -23,7 +23,7 @@ from ..errors import CheckpointError, ConfigError, pluralize
 from ..formats.latest import check_tag, holds_foreign
 from ..formats.open import read_saved_job
 from ..load.client import read_objects
-from ..model.index import ASKED, BATCH_SIZES, SHUFFLED, SavedJob, to_integer
+from ..model.index import BATCH_SIZES, SCRIPT_BATCH, SHUFFLED, SavedJob, to_integer
 from ..saves.keeping import begin_save, can_guard, finish_folders, guard
 from ..saves.saver import finish_saves
 from .batches import (
@@ -240,7 +240,7 @@ def _keep_total_batch(accelerator: Any, engine: Any, folder: str, job: SavedJob,
     if live.check_total(folder, job, config) or job.total_batch is None:
         return
     fit = live.fit(folder, job)
-    changed = job.ranks == connect().size and job.asked != live.micro * was
+    changed = job.ranks == connect().size and job.script_batch != live.micro * was
     if changed or fit[0] != live.micro:
         advice = f"Use a data loader with batch_size={fit[0]} and gradient_accumulation_steps={fit[1]}"
         live.refuse(folder, job, advice)
@@ -249,7 +249,7 @@ def _keep_total_batch(accelerator: Any, engine: Any, folder: str, job: SavedJob,
         engine.optimizer.gradient_accumulation_steps = fit[1]
     if isinstance(engine.config, dict):  # its saves record it
         asked = live.micro * live.accumulation
-        engine.config.update({BATCH_SIZES[0]: job.total_batch, BATCH_SIZES[2]: fit[1], ASKED: asked})
+        engine.config.update({BATCH_SIZES[0]: job.total_batch, BATCH_SIZES[2]: fit[1], SCRIPT_BATCH: asked})
     accelerator.gradient_accumulation_steps = fit[1]
     if accelerator.is_main_process:
         kept = f"{folder}: total batch {job.total_batch} kept on {pluralize(live.ranks, 'rank')}"

@@ -150,9 +150,8 @@ def find_job(
             lambda: _refuse_stateless(folder) if job.weights_alone else complete_job(job, folder, RANDOM_FILES)
         )
     # After a reduction, the ds_config has the first micro batch that was tried, unless this package has set it.
-    micro = (
-        comm.once(lambda: read_trainer_state(folder)).get("train_batch_size") if by_trial and not job.asked else None
-    )
+    has_size = by_trial and not job.script_batch
+    micro = comm.once(lambda: read_trainer_state(folder)).get("train_batch_size") if has_size else None
     if not micro:
         return job
     return replace(job, total_batch=micro * (job.accumulation or 1) * job.replicas)

@@ -27,7 +27,7 @@ from ..engine_state import get_config
 from ..errors import CheckpointError, MismatchError, UnsupportedError, describe_changes, pluralize
 from ..formats.foreign.names import TRAINER_STATE
 from ..hook import read_options, show_decisions
-from ..model.index import ASKED, BATCH_SIZES, BEGUN, SavedJob, to_integer
+from ..model.index import BATCH_SIZES, INITIAL_SIZES, SCRIPT_BATCH, SavedJob, to_integer
 from ..saves.keeping import begin_save, can_guard, finish_folders, guard, remove_postponed, restore_times
 from ..saves.saver import finish_saves
 from ..torchsave.objects import PickledObject
@@ -194,7 +194,7 @@ def keep_total_batch(trainer: Any, folder: str, micro: int, config: UniversalCon
     ranks, saved = _count_replicas(trainer), comm.once(lambda: bool(splits_batches(read_arguments(folder))))
     width = ranks if splits_batches(vars(args)) else 1  # ranks that share a batch of the trainer
     if saved:  # counted each batch once per rank
-        sizes = ("total_batch", "micro", "asked")
+        sizes = ("total_batch", "micro", "script_batch")
         job = replace(job, **{name: size // job.replicas for name in sizes if (size := getattr(job, name))})
     live = BatchSizes(micro // width, args.gradient_accumulation_steps, ranks)
     fit, total = (live.micro, live.accumulation), job.total_batch or live.total
@@ -203,7 +203,7 @@ def keep_total_batch(trainer: Any, folder: str, micro: int, config: UniversalCon
         if job.total_batch and written is not None and written // width != job.total_batch:
             live.refuse(folder, job, f'Write train_batch_size {job.total_batch * width} or "auto" into the ds_config')
         fit = live.fit(folder, job)
-        if job.ranks == comm.size and job.asked != live.micro * live.accumulation and not by_trial:
+        if job.ranks == comm.size and job.script_batch != live.micro * live.accumulation and not by_trial:
             advice = f"Set per_device_train_batch_size={fit[0] * width} and gradient_accumulation_steps={fit[1]}"
             live.refuse(folder, job, advice)
     elif total != live.total:
@@ -258,14 +258,14 @@ def _set_batch(trainer: Any, micro: int, accumulation: int, total: int, *, asked
     args.per_device_train_batch_size = micro // max(1, args.n_gpu)
     args.gradient_accumulation_steps = accumulation
     trainer._train_batch_size = micro
-    ds_config.config.update({**dict(zip(BATCH_SIZES, (total, micro, accumulation), strict=True)), ASKED: asked})
+    ds_config.config.update({**dict(zip(BATCH_SIZES, (total, micro, accumulation), strict=True)), SCRIPT_BATCH: asked})
     faults = tuple(f"- ds {key}=" for key in BATCH_SIZES)  # begins of the trainer's messages about the old sizes
     ds_config.mismatches = [text for text in ds_config.mismatches if not text.startswith(faults)]
 
 
 def _record_begun(trainer: Any, job: SavedJob, now: tuple[int, int]) -> None:
     """Record the ranks and micro batches per step of the first launch (``now``: this)."""
-    begun = job.begun or (job.replicas, job.accumulation or now[1])
+    begun = job.initial_sizes or (job.replicas, job.accumulation or now[1])
     was_divided = job.ranks != job.replicas * job.model_ranks
     if was_divided != _divides_sequences(trainer):
         begun = now
@@ -276,7 +276,7 @@ def _record_begun(trainer: Any, job: SavedJob, now: tuple[int, int]) -> None:
             )
     state = find_state(trainer)
     state.begun, state.uses_count = begun if begun != now else None, None
-    trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config.update(zip(BEGUN, begun, strict=True))
+    trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config.update(zip(INITIAL_SIZES, begun, strict=True))
 
 
 def _divides_sequences(trainer: Any) -> bool:

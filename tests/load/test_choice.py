@@ -228,12 +228,12 @@ def test_find_damage_checks_the_files_that_deepspeed_reads(number: int, tmp_path
     files = [replace(file, places=(near, file.path)) if file.path == str(path) else file for file in index.files]
     index = replace(index, files=tuple(files))
     flip(Path(near), record.offset, 3)
-    assert run_ranks(2, lambda _, comm: find_damage(index, comm, others=True)) == [[], []]
+    assert run_ranks(2, lambda _, comm: find_damage(index, comm, has_others=True)) == [[], []]
     flip(path, record.offset, 3)
-    for (text,) in run_ranks(2, lambda _, comm: find_damage(index, comm, others=True)):
+    for (text,) in run_ranks(2, lambda _, comm: find_damage(index, comm, has_others=True)):
         assert f"{path}: the" in text
     with pytest.raises(CheckpointError, match="the file is damaged"):
-        run_ranks(2, lambda _, comm: find_damage(index, comm, others=False))
+        run_ranks(2, lambda _, comm: find_damage(index, comm, has_others=False))
 
 
 class Harmful:

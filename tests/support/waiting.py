@@ -101,9 +101,9 @@ def short_of_memory() -> Iterator[None]:
 
 def go(comm: Comm, source: str) -> None:
     """End one rank while the others wait for it, by SIGKILL or an interrupt."""
-    meeting._EVERY = 0.2
+    meeting._INTERVAL = 0.2
     if source == "killed":
-        meeting._PATIENCE = 1.5
+        meeting._TIMEOUT = 1.5
 
     def work() -> None:
         if comm.rank == 1 and source == "killed":

@@ -18,7 +18,7 @@ from ...extensions.registry import REGISTRY, find_for_tree
 from ...io.memory import pause_collection
 from ...io.paths import join_path
 from ...model.flat import Shape
-from ...model.index import ASKED, BATCH_SIZES, BEGUN, HELPERS, SHUFFLED, Use, to_integer
+from ...model.index import BATCH_SIZES, HELPERS, INITIAL_SIZES, SCRIPT_BATCH, SHUFFLED, Use, to_integer
 from ...model.records import Record
 from ...model.storage import ITEMSIZE, strip_compiled
 from ...model.wrappers import SCALER_STATE, ZERO_STAGE_KEY, Form, Wrapper, find_saved
@@ -387,7 +387,7 @@ def _walk_tensors(module: dict[Any, Any]) -> Iterator[tuple[str, TensorRef]]:
 
 def _read_counts(config: Any) -> dict[str, int]:
     """Return a ds_config's positive counts: batch sizes and the plugin's own keys."""
-    keys = (*BATCH_SIZES, ASKED, *BEGUN, SHUFFLED)
+    keys = (*BATCH_SIZES, SCRIPT_BATCH, *INITIAL_SIZES, SHUFFLED)
     sizes = {key: to_integer(config.get(key, 0)) for key in keys} if isinstance(config, dict) else {}
     return {key: value for key, value in sizes.items() if type(value) is int and is_short(value) and value > 0}
 
