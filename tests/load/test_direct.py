@@ -387,13 +387,13 @@ def test_a_mismatch_on_one_rank_is_raised_on_all_ranks(culprit: int, tmp_path: P
 
 FAILING = {
     "looks at its buffers": (Buffer, "detect_recomputable"),
-    "asks its extensions": (direct, "_ask_extensions"),
+    "asks its extensions": (direct, "_check_extensions"),
     "looks for its state file": (direct, "_find_own_file"),
     "lists its claims": (transfer, "list_claims"),
     "plans its blocks": (transfer, "make_owner_plan"),
     "plans its reads": (transfer, "make_plan"),
     "prepares its reads": (transfer, "choose_device_copies"),
-    "reads": (Transfer, "_work"),
+    "reads": (Transfer, "_execute"),
     "fills its buffers": (FillPlan, "commit"),
     "makes its copies": (FakeTarget, "refresh_copies"),
 }
@@ -421,7 +421,7 @@ def test_a_failure_on_one_rank_is_raised_on_all_ranks(
     index, work, reached = open_for(path, targets[0]), getattr(owner, name), list[int]()
 
     def fail(*args: Any) -> Any:
-        if culprit == (args[0].comm.rank if name == "_work" else current_rank()):  # other threads read
+        if culprit == (args[0].comm.rank if name == "_execute" else current_rank()):  # other threads read
             raise error
         return work(*args)
 
