@@ -119,9 +119,9 @@ def clear_frames(error: BaseException) -> None:
 
 
 class Objections:
-    """Collects errors of independent steps, to be raised as one.
+    """Collects UcpErrors of independent steps, to be raised as one.
 
-    As a context manager it catches the error of a step; :meth:`settle` raises.
+    As a context manager it catches such an error of a step; :meth:`settle` raises.
     """
 
     def __init__(self) -> None:
@@ -251,21 +251,21 @@ def describe_type(value: object) -> str:
     return "None" if value is None else f"a value of type {type(value).__name__}"
 
 
-def fold_names(items: Iterable[tuple[str, T]], same: Callable[[T], Hashable]) -> list[tuple[str, list[T]]]:
+def fold_names(items: Iterable[tuple[str, T]], key: Callable[[T], Hashable]) -> list[tuple[str, list[T]]]:
     """Group (name, item) whose names differ only in numbers: ``h.{0-11}.mlp.bias``.
 
     Args:
-        items: each name once, or with different items.
-        same: key that the items of a group have in common.
+        items: a name may occur several times, with items of different keys.
+        key: function of an item; the items of a group have equal keys.
     """
     groups: dict[Hashable, dict[str, T]] = {}
     for name, item in items:
-        groups.setdefault((_NUMBER.sub("{}", name), same(item)), {})[name] = item
+        groups.setdefault((_NUMBER.sub("{}", name), key(item)), {})[name] = item
     return [folded for group in groups.values() for folded in _fold_group(group)]
 
 
 def _fold_group(group: Mapping[str, T]) -> list[tuple[str, list[T]]]:
-    """Return one entry if all combinations of numbers exist, else split by the first."""
+    """Fold names if all combinations of numbers exist, else split by the first number."""
     numbers = {name: tuple(map(int, _NUMBER.findall(name))) for name in group}
     places = [sorted(set(values)) for values in zip(*numbers.values(), strict=True)]
     if len(group) == prod(map(len, places)):

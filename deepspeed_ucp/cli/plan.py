@@ -101,9 +101,9 @@ def _plan_resume(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]
     common.warn_unused_groups(options, index)
     degrees = parse_degrees(options.target, index.topology, world=options.ranks)
     check = check_resume(index, degrees, common.read_rules(options), train_batch=options.train_batch_size)
-    data = {"possible": not check.obstacles, "source": index.written, "target": degrees.describe()}
+    data = {"possible": not check.obstacles, "source": index.origin, "target": degrees.describe()}
     data |= {**asdict(check), "read_per_rank": -(-check.read // degrees.world)}
-    rows = [("from", index.written), ("to", degrees.describe())]
+    rows = [("from", index.origin), ("to", degrees.describe())]
     if more := list_undescribed(check.differences):
         rows.append(("differs", "; ".join(more)))
     if check.obstacles:

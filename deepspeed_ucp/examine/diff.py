@@ -225,7 +225,7 @@ def _compare_rest(
     if not options.states and not weights:
         values = compare_values(left, right, pairs.names, lambda name: not options.only or name in chosen)
     if left.format or right.format:  # foreign formats do not record the topology
-        notes = [] if left.written == right.written else [f"written: {left.written} → {right.written}"]
+        notes = [] if left.origin == right.origin else [f"written: {left.origin} → {right.origin}"]
     else:
         topology = (replace(index.topology, flats=()) for index in (left, right))
         notes = [f"topology: {text}" for text in find_differences(*topology)]

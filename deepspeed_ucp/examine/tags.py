@@ -74,7 +74,7 @@ def look_at_tag(folder: str, path: str, also: Sequence[str] = ()) -> dict[str, A
         "bytes": sum(entry.size for entry in files.values()),
         "files": len(files),
         "written": datetime.fromtimestamp(age.time).astimezone().isoformat(timespec="seconds") if age.time else None,
-        "topology": index.written if index else None,
+        "topology": index.origin if index else None,
         "fault": text.removeprefix(where).lstrip("/: ") or None,
     }
 

@@ -147,7 +147,7 @@ def verify_checkpoint(
     return Verification(
         folder=folder,
         kind="atomic" if report.atomic else "foreign" if find_foreign_format(where.entries) else "normal",
-        topology=index.written if index else "",
+        topology=index.origin if index else "",
         files=tuple(sorted((report for reports, *_ in gathered for report in reports), key=lambda r: r.name)),
         others=tuple(sorted({name for *_, names in gathered for name in names})),
         read=sum(nbytes for *_, nbytes, _ in gathered),

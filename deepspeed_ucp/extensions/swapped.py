@@ -19,7 +19,7 @@ from ..formats.deepspeed.files import OFFLOADED, SwapName
 from ..formats.deepspeed.headers import FileHeader, OptimHeader, Piece
 from ..formats.deepspeed.save import Save, describe_offload
 from ..formats.findings import COPY, WARNING, Finding, from_error
-from ..model.flat import reserve
+from ..model.flat import divide_padded
 from ..model.records import Record
 from ..model.storage import ITEMSIZE, MASTER, strip_compiled
 from ..model.wrappers import MOMENTUM, Form
@@ -89,7 +89,7 @@ def _list_swapped(save: Save) -> list[SubGroup]:
     least = max(_LEAST, _read_option(save, "block_size", _LEAST))
     groups = []
     for index, (master, group) in enumerate(zip(first.masters, save.model(0).param_shapes or (), strict=False)):
-        names, numel = tuple(name for name, _ in group), sum(reserve(prod(shape), save.dp) for _, shape in group)
+        names, numel = tuple(name for name, _ in group), sum(divide_padded(prod(shape), save.dp) for _, shape in group)
         swapped = SubGroup(index, tuple(map(strip_compiled, names)), numel, master.dtype)
         if numel and not master.fault and (swapped.nbytes >= least or not master.numel):
             groups.append(swapped)
@@ -150,7 +150,7 @@ def _describe(name: SwapName, group: SubGroup) -> str:
 
 def _padded_nbytes(save: Save, group: SubGroup) -> int:
     threads = _read_option(save, "intra_op_parallelism", _read_option(save, "thread_count", 1))
-    return reserve(group.nbytes, _ALIGNED * threads) * _ALIGNED * threads
+    return divide_padded(group.nbytes, _ALIGNED * threads) * _ALIGNED * threads
 
 
 def _find_spans(save: Save, swapped: Sequence[SubGroup]) -> list[ParamRange]:

@@ -120,7 +120,7 @@ def _merge_group(group: Sequence[Finding]) -> Finding:
         return first
     is_same = len({finding.text.replace(finding.file, "") for finding in group}) == 1
     listed = names if is_same else [finding.file for finding in others]
-    ranges = shorten(name for name, _ in fold_names(((name, name) for name in listed), same=lambda _: None))
+    ranges = shorten(name for name, _ in fold_names(((name, name) for name in listed), key=lambda _: None))
     if is_same:
         text = first.text.replace(first.file, f"{ranges} ({len(names)} files)", 1)
     else:

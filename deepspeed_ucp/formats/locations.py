@@ -131,7 +131,7 @@ class FileTable:
         if not self.access.is_partial:
             return self.access
         numbers = {name: number for number, name in enumerate(self.entries)}
-        return self.access.choose([numbers[name] for name in names])
+        return self.access.select_files([numbers[name] for name in names])
 
     def share(
         self,

@@ -309,7 +309,7 @@ def _compare(
         if not context.config.trust_pickle:
             comm.run(lambda: check_trusted(index.globals))  # a rank may have imported the classes
         return f"same topology ({index.topology.describe()})", target, None
-    texts = [f"{index.written} → {target.topology.describe()}", "; ".join(dict.fromkeys(list_undescribed(reasons)))]
+    texts = [f"{index.origin} → {target.topology.describe()}", "; ".join(dict.fromkeys(list_undescribed(reasons)))]
     return ": ".join(filter(None, texts)), target, index
 
 

@@ -308,10 +308,7 @@ class Transfer:
                 data = data[item.nbytes :]
 
     def _find_staging(self, rank: int, number: int) -> memoryview:
-        """Return the half of a rank's staging memory that round ``number`` uses.
-
-        It is empty if this rank does not see it.
-        """
+        """Return a rank's half of staging memory for round ``number``; empty if unseen."""
         memory = self.staging[rank] or memoryview(b"")
         half = memory.nbytes // 2
         return memory[half * (number % 2) :][:half]

@@ -16,11 +16,12 @@ Files = Sequence[int] | Ints
 
 @dataclass(frozen=True, slots=True)
 class ReadAccess:
-    """Full access: every rank reads all files. :class:`PartialAccess` is general."""
+    """Full access: every rank can read all files; else it is a :class:`PartialAccess`."""
 
     is_partial: ClassVar[bool] = False
 
-    def choose(self, files: Files) -> ReadAccess:
+    def select_files(self, files: Files) -> ReadAccess:
+        """Return the access to these files, numbered in this order."""
         return self
 
     def can_read(self, rank: int, files: Files) -> npt.NDArray[np.bool_]:
@@ -37,14 +38,14 @@ class ReadAccess:
     def find_reader(self, file: int) -> int:
         return int(self.list_readers(file, 1)[0])
 
-    def split(self, files: Ints) -> list[Ints]:
-        """Group files with equal readers; returns the indices in each group."""
+    def group_files(self, files: Ints) -> list[Ints]:
+        """Group files with equal readers; return indices into ``files`` per group."""
         return [np.arange(len(files))] if len(files) else []
 
-    def number(self, files: Ints, counts: Ints) -> Ints:
-        """Return per file the sum of ``counts`` of earlier files with the same readers."""
+    def sum_earlier(self, files: Ints, counts: Ints) -> Ints:
+        """Return per file the sum of ``counts`` of files before it with equal readers."""
         first = np.zeros(len(files), np.int64)
-        for rows in self.split(files):
+        for rows in self.group_files(files):
             first[rows] = np.cumsum(counts[rows]) - counts[rows]
         return first
 
@@ -55,13 +56,13 @@ class ReadAccess:
     def take_turns(self, files: Files, ranks: int) -> Ints:
         """Assign files to ranks that can read them, round robin among equal readers."""
         numbers = np.asarray(files, np.int64)
-        return self.assign(numbers, self.number(numbers, np.ones_like(numbers)), ranks)
+        return self.assign(numbers, self.sum_earlier(numbers, np.ones_like(numbers)), ranks)
 
     def find_indices(self, rank: int, files: Ints, ranks: int) -> tuple[Ints, Ints, Ints]:
-        """Return a rank's files, its index among each file's readers, and their number."""
+        """Return a rank's files, its index among each one's readers, and their number."""
         mine = files[self.can_read(rank, files)]
         indices, counts = np.zeros(len(mine), np.int64), np.zeros(len(mine), np.int64)
-        for rows in self.split(mine):
+        for rows in self.group_files(mine):
             readers = self.list_readers(int(mine[rows[0]]), ranks)
             indices[rows], counts[rows] = np.searchsorted(readers, rank), len(readers)
         return mine, indices, counts
@@ -72,7 +73,7 @@ READ_ALL = ReadAccess()
 
 @dataclass(frozen=True, slots=True)
 class PartialAccess(ReadAccess):
-    """Partial access of ranks to files.
+    """Access if some rank cannot read some file.
 
     Ranks with equal access form a view; files with equal readers form a group.
 
@@ -92,11 +93,11 @@ class PartialAccess(ReadAccess):
     def of(cls, views: Sequence[int], readers: Iterable[Iterable[int]]) -> PartialAccess:
         """Build from each rank's view, and for each file the views that can read it."""
         count, numbers = max(views) + 1, dict[bytes, int]()
-        groups = [numbers.setdefault(_pack(file_readers, count), len(numbers)) for file_readers in readers]
+        groups = [numbers.setdefault(_pack_bits(file_readers, count), len(numbers)) for file_readers in readers]
         seen = np.frombuffer(b"".join(numbers), np.uint8).reshape(len(numbers), -(-count // 8))
         return cls(np.array(views, np.int64), np.array(groups, np.int64), seen)
 
-    def choose(self, files: Files) -> PartialAccess:
+    def select_files(self, files: Files) -> PartialAccess:
         return replace(self, groups=self.groups[np.asarray(files, np.int64)])
 
     def can_read(self, rank: int, files: Files) -> npt.NDArray[np.bool_]:
@@ -115,18 +116,18 @@ class PartialAccess(ReadAccess):
 
     def assign(self, files: Ints, turns: Ints, ranks: int) -> Ints:
         chosen = np.zeros(len(files), np.int64)
-        for rows in self.split(files):
+        for rows in self.group_files(files):
             readers = self.list_readers(int(files[rows[0]]), ranks)
             chosen[rows] = readers[turns[rows] % len(readers)]
         return chosen
 
-    def split(self, files: Ints) -> list[Ints]:
+    def group_files(self, files: Ints) -> list[Ints]:
         groups = self.groups[files]
         order = np.argsort(groups, kind="stable")
         return np.split(order, np.flatnonzero(np.diff(groups[order])) + 1) if len(groups) else []
 
 
-def _pack(views: Iterable[int], count: int) -> bytes:
+def _pack_bits(views: Iterable[int], count: int) -> bytes:
     bits = np.zeros(count, np.bool_)
     bits[list(views)] = True
     return np.packbits(bits).tobytes()

@@ -119,9 +119,9 @@ class FlatBuffer:
                 yield Cut(self.names[index], begin - offset, end - begin, begin - low)
 
     def find_holders(self, index: int, low: int, high: int) -> Iterator[tuple[int, Cut]]:
-        """Yield (partition, cut) for elements [low, high) of a parameter."""
+        """Yield (partition, cut) for elements [low, high) of parameter ``index``."""
         begin, whole = self.tensors[index] if self.tensors else (0, prod(self.shapes[index]))
-        size = reserve(whole, self.parts) if self.by_parameter else self.partition
+        size = divide_padded(whole, self.parts) if self.by_parameter else self.partition
         base, ahead = (begin, self.offsets[index]) if self.by_parameter else (self.offsets[index], 0)
         while low < high and size:
             part = (base + low) // size
@@ -131,14 +131,14 @@ class FlatBuffer:
 
     @property
     def is_whole(self) -> bool:
-        """True if the partitions have room for all parameters."""
+        """True if no parameter extends beyond the last partition."""
         if self.by_parameter or not self.names:
             return True
         return self.offsets[-1] + prod(self.shapes[-1]) <= self.partition * self.parts
 
 
-def count_degree(buffers: Iterable[FlatBuffer]) -> int:
-    """Return the most sets of ranks that share a param group: the degree ``ep``."""
+def count_expert_shares(buffers: Iterable[FlatBuffer]) -> int:
+    """Return the expert-parallel degree: the most rank sets with one param group."""
     holders = {(buffer.group, buffer.ranks) for buffer in buffers if buffer.ranks is not None}
     return max(Counter(group for group, _ in holders).values(), default=1)
 
@@ -164,18 +164,18 @@ def join_parameters(
 
 def join_reserved(group: int, names: Sequence[str], shapes: Sequence[Shape], parts: int) -> FlatBuffer:
     """Make a ZeRO-3 sub-group: an equal, padded part of each parameter per partition."""
-    *offsets, partition = accumulate((reserve(prod(shape), parts) for shape in shapes), initial=0)
+    *offsets, partition = accumulate((divide_padded(prod(shape), parts) for shape in shapes), initial=0)
     return FlatBuffer(group, tuple(names), tuple(shapes), tuple(offsets), partition, parts, by_parameter=True)
 
 
-def reserve(numel: int, parts: int) -> int:
-    """Return the elements of a parameter in each ZeRO-3 partition, including padding."""
+def divide_padded(numel: int, parts: int) -> int:
+    """Return the equal size of ``parts`` of ``numel`` elements, including padding."""
     return -(-numel // parts)
 
 
 def cut_parameter(numel: int, part: int, parts: int) -> tuple[int, int]:
     """Return (start, elements) of a parameter in a ZeRO-3 partition, without padding."""
-    size = reserve(numel, parts)
+    size = divide_padded(numel, parts)
     start = min(part * size, numel)
     return start, min(size, numel - start)
 

@@ -230,8 +230,8 @@ class AtomicIndex:
         return self.aliases.get(name, name)
 
     @property
-    def written(self) -> str:
-        """Description of its topology or foreign format."""
+    def origin(self) -> str:
+        """The topology that wrote it, or its foreign format, in words."""
         return self.format or self.topology.describe()
 
     @property

@@ -150,7 +150,7 @@ class Fragment:
             offset += numel * itemsize
 
     def _find_inner(self, shape: Shape) -> int:
-        """Return a run's first dimension; the block has all later dimensions whole."""
+        """Return the first dimension of contiguous runs; later ones are whole."""
         inner = len(shape)
         while inner > 0 and self.block[inner - 1] == shape[inner - 1]:
             inner -= 1
@@ -158,7 +158,7 @@ class Fragment:
 
 
 def _flatten(indices: Shape, shape: Shape) -> int:
-    """Return the element of a flattened tensor at an index along each dimension."""
+    """Return the element number in a flattened tensor, given one index per dimension."""
     return sum(index * count(shape[dim + 1 :]) for dim, index in enumerate(indices))
 
 
@@ -176,7 +176,7 @@ class Fragments:
     shape: Shape = ()
 
     def covers(self, shape: Shape) -> bool:
-        """Return True if blocks of this shape, or one fragment, have all its elements."""
+        """Return True for one fragment of all elements, or blocks of such a tensor."""
         if self.shape:
             return shape == self.shape
         numel, parts = count(shape), self.fragments
@@ -214,11 +214,11 @@ class Fragments:
         return Fragments(self.dtype, cut, shape)
 
     def list_records(self) -> Iterable[tuple[int, int]]:
-        """Yield (part, record) of all parts."""
+        """Yield (number, record) of all fragments."""
         return enumerate(fragment.record for fragment in self.fragments)
 
     def list_part(self, part: int) -> Iterable[tuple[int, Fragment]]:
-        """Yield (position of the parameter, fragment) of the consecutive elements in a part."""
+        """Yield (0, fragment) for the consecutive elements of fragment number ``part``."""
         return ((0, run) for run in self._list_runs(self.fragments[part]))
 
     def _list_runs(self, fragment: Fragment) -> Iterable[Fragment]:
@@ -257,7 +257,7 @@ class PartitionedState:
                 yield self._locate(part, cut)
 
     def list_records(self) -> Iterable[tuple[int, int]]:
-        """Yield (part, record) of all parts."""
+        """Yield (partition, record) of all partitions that a file has."""
         return ((part, record) for part, record in enumerate(self.records) if record >= 0)
 
     @cached_property
@@ -265,7 +265,7 @@ class PartitionedState:
         return {name: index for index, name in enumerate(self.buffer.names)}
 
     def list_part(self, part: int) -> Iterable[tuple[int, Fragment]]:
-        """Yield (position of the parameter, fragment) of the fragments in a part."""
+        """Yield (position of the parameter, fragment) of the fragments in a partition."""
         return ((self._positions[cut.name], self._locate(part, cut)) for cut in self.buffer.cuts(part))
 
     def _locate(self, part: int, cut: Cut) -> Fragment:
@@ -417,7 +417,7 @@ def _list_states(shards: Iterable[ParamStorage]) -> dict[str, None]:
 
 
 def are_alike(tensors: Iterable[tuple[object, ...]]) -> bool:
-    """Return True if checksums prove equal bytes; False if a checksum is missing.
+    """Return True if checksums prove that all tensors are equal.
 
     Args:
         tensors: (shape, dtype, byte offset in its record, bytes of the record, CRC32 of the record or None) of each,

@@ -58,7 +58,7 @@ class Topology:
 
 
 def number_groups(stages: Sequence[Sequence[Mapping[str, Any]]], ignored: Collection[str] = ()) -> list[list[int]]:
-    """Number each pipeline stage's param groups in the whole model.
+    """Return the numbers in the whole model of each pipeline stage's param groups.
 
     DeepSpeed drops groups that are empty on a stage, so that their indices differ between stages. The n-th group with
     given hyper-parameters is the n-th such group on every stage.
@@ -77,12 +77,12 @@ def number_groups(stages: Sequence[Sequence[Mapping[str, Any]]], ignored: Collec
 
 
 def drop_labels(hyper: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a param group's hyper-parameters without DeepSpeed's label of the group."""
+    """Return hyper-parameters without DeepSpeed's label of an experts' param group."""
     return {key: value for key, value in hyper.items() if not (hyper.get("moe") and key in ("moe", "name"))}
 
 
 def find_label(hyper: Mapping[str, Any]) -> str:
-    """Return this label of a param group; empty for a group that all ranks hold."""
+    """Return DeepSpeed's label of an experts' param group; empty for other groups."""
     return str(hyper.get("name")) if hyper.get("moe") else ""
 
 
@@ -91,10 +91,10 @@ _SWITCHES = {"bfloat16": ("bf16", "bfloat16"), "float16": ("fp16",)}
 
 def find_precision(config: Mapping[str, Any]) -> str:
     """Return the dtype to which a ds_config casts parameters, by default ``float32``."""
-    return next((dtype for dtype, names in _SWITCHES.items() if enabled(config, *names)), "float32")
+    return next((dtype for dtype, names in _SWITCHES.items() if is_enabled(config, *names)), "float32")
 
 
-def enabled(config: Mapping[str, Any], *names: str) -> bool:
+def is_enabled(config: Mapping[str, Any], *names: str) -> bool:
     """Return True if a section of a ds_config is enabled under one of its names."""
     return any(bool((config.get(name) or {}).get("enabled")) for name in names)
 

@@ -95,7 +95,7 @@ class Wrapper:
         """True if every rank has one buffer for a whole param group."""
         return self.form is Form.FLAT
 
-    def saved(self, state: Collection[Any]) -> bool:
+    def has_saved(self, state: Collection[Any]) -> bool:
         """Return True if the wrapper saved this optimizer state dict."""
         return bool(self.keys) and all(key in state for key in self.keys)
 
@@ -213,7 +213,7 @@ def find_wrapper(name: str) -> Wrapper:
 
 def find_saved(state: Collection[Any]) -> Wrapper | None:
     """Return the wrapper that saved an optimizer state dict, or None if it is unknown."""
-    return next((row for row in WRAPPERS.values() if row.saved(state)), None)
+    return next((row for row in WRAPPERS.values() if row.has_saved(state)), None)
 
 
 def find_live(optimizer: Any) -> Wrapper | None:
@@ -228,5 +228,5 @@ def list_selectable(zero: int, precision: str) -> list[Wrapper]:
 
 
 def choose_wrapper(zero: int, precision: str, *, pipeline: bool) -> Wrapper:
-    """Return the wrapper that DeepSpeed selects."""
+    """Return the wrapper that DeepSpeed selects at a ZeRO stage and in a precision."""
     return next(row for row in list_selectable(zero, precision) if pipeline or zero not in row.by_pipelines)

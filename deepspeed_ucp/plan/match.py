@@ -171,7 +171,7 @@ def _match_names(
         if name in live.declared_new:
             continue
         names = [live.renamed.get(other, other) for other in (name, *aliases.get(name, ()))]
-        counterpart = _find_weight(index, names, orders[is_trained])
+        counterpart = _find(index, names, orders[is_trained])
         param = pick_instance(index, counterpart[0] if counterpart else name, *live.ordinals.get(name, (0, 1)))
         if param.instance and pick_weight(index, param, is_trained, with_states) is None:
             counterpart = None
@@ -363,9 +363,7 @@ def pick_instance(index: AtomicIndex, name: str, ordinal: int, total: int) -> Pa
     return ParamKey(name, copies - 1 if is_last else min(ordinal, copies - 1))
 
 
-def _find_weight(
-    index: AtomicIndex, names: Sequence[str], order: Sequence[str]
-) -> tuple[str, str, tuple[Shape, ...]] | None:
+def _find(index: AtomicIndex, names: Sequence[str], order: Sequence[str]) -> tuple[str, str, tuple[Shape, ...]] | None:
     """Return a weight (saved name, first state in ``order``, local shapes), or None."""
     for name in map(index.resolve, names):
         shards = index.atoms.storages.get(ParamKey(name), ())

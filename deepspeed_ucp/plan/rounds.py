@@ -77,8 +77,8 @@ class Blocks:
     @classmethod
     def of(cls, records: Records, block: int, size: int, access: ReadAccess = READ_ALL) -> Blocks:
         """Number the blocks of all records in order."""
-        nbytes, chosen = np.array(records.nbytes, np.int64), access.choose(records.files)
-        return cls(chosen.number(np.arange(len(records)), -(-nbytes // block)), nbytes, block, size, chosen)
+        nbytes, chosen = np.array(records.nbytes, np.int64), access.select_files(records.files)
+        return cls(chosen.sum_earlier(np.arange(len(records)), -(-nbytes // block)), nbytes, block, size, chosen)
 
     def owners(self, records: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the owner of each (record, byte offset)."""

@@ -147,7 +147,7 @@ def test_ranks_that_can_read_a_file_own_its_blocks_in_turn() -> None:
     assert access.take_turns([], 4).tolist() == []
     readable = [[0, 1, 3, 4, 5], [2], [1, 4, 5]]
     assert [np.flatnonzero(access.can_read(rank, range(6))).tolist() for rank in (0, 2, 3)] == readable
-    assert access.choose([2, 0]).take_turns([0, 1], 4).tolist() == [2, 0]
+    assert access.select_files([2, 0]).take_turns([0, 1], 4).tolist() == [2, 0]
 
 
 def test_access_of_ten_thousand_hosts_to_local_files_needs_a_few_megabytes() -> None:

@@ -20,7 +20,7 @@ from ...formats.findings import Finding
 from ...model.flat import Cut, Shape, join_parameters
 from ...model.index import AtomicIndex
 from ...model.storage import COPY, MASTER, MODULE, AtomKey, PartitionedState, are_alike, strip_compiled
-from ...model.topology import enabled
+from ...model.topology import is_enabled
 from ...model.wrappers import Form
 from ..registry import SaveExtension
 from . import stage0
@@ -132,7 +132,7 @@ class SavedExperts(ExpertFiles, SaveExtension):
 
     def verify_save(self, save: Save, comm: Any) -> list[Finding]:
         facts, file = save.model(0).facts, save.main
-        if not (enabled(file.config, "expert_parallel") and facts["experts"] and not facts["placements"]):
+        if not (is_enabled(file.config, "expert_parallel") and facts["experts"] and not facts["placements"]):
             return []
         text = (
             f"{save.path(file)}: is a mixture-of-experts checkpoint of AutoEP without a placement of the experts, "

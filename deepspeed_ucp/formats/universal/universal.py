@@ -230,7 +230,7 @@ def _read_optimizer(folder: str) -> OptimHeader:
         tree = file.tree
         if not isinstance(tree, dict) or not isinstance(tree.get("param_groups"), list):
             raise CheckpointError("has no param_groups; it is no optimizer state of ds_to_universal.", path=path)
-        if find_wrapper("zero3").saved(tree):
+        if find_wrapper("zero3").has_saved(tree):
             return read_optim(file, tree)
         wrapper = find_wrapper("zero12" if ZERO_STAGE_KEY in tree else "bf16")
         header = read_inner(file, tree, {"param_groups": tree["param_groups"]}, wrapper, [])
