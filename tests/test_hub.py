@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import MismatchError, UnsupportedError
-from deepspeed_ucp.extensions.huggingface import Reading, describe_config, find_tied, read_config, read_into
+from deepspeed_ucp.extensions.huggingface import TensorMap, describe_config, find_tied, map_checkpoint, read_config
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.load.tags import report_absent
 from deepspeed_ucp.model.index import AtomicIndex
@@ -49,10 +49,10 @@ PAIRS = {
 """Saved class, live class, and their configuration."""
 
 
-def read(folder: Path, module: Any, own: Collection[str] = ()) -> tuple[Reading, AtomicIndex]:
+def read(folder: Path, module: Any, own: Collection[str] = ()) -> tuple[TensorMap, AtomicIndex]:
     index = open_checkpoint(str(folder), Comm())
-    reading = read_into(index, module, {strip_compiled(name) for name in module.state_dict()}, own)
-    return reading, derive(index, reading.made, reading.dropped) if reading.made or reading.dropped else index
+    reading = map_checkpoint(index, module, {strip_compiled(name) for name in module.state_dict()}, own)
+    return reading, derive(index, reading.derived, reading.dropped) if reading.derived or reading.dropped else index
 
 
 def read_tensors(index: AtomicIndex) -> dict[str, torch.Tensor]:
@@ -140,7 +140,7 @@ def test_trained_tensors_of_a_run_are_neither_renamed_nor_dropped(tmp_path: Path
     described = Model((*names, *more))
     path = write_checkpoint(tmp_path, described, random_state(described, 1), Topology(1, 1))
     reading, _ = read(path, live)
-    assert (reading.made, reading.dropped) == ({}, {"inv_freq"})  # no trained tensor
+    assert (reading.derived, reading.dropped) == ({}, {"inv_freq"})  # no trained tensor
 
 
 def test_transposing_conversions_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_transposing_conversions_are_refused(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(UnsupportedError, match=r"q.weight → .*q_proj.weight.*\(Transpose\).*from_pretrained before"):
         read(tmp_path, model)
     reading, _ = read(tmp_path, model, own={"model.layers.0.self_attn.q.weight"})  # a rule of the user
-    assert not reading.made
+    assert not reading.derived
 
 
 def test_incomplete_experts_are_refused(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_incomplete_experts_are_refused(tmp_path: Path) -> None:
 
 def test_names_of_models_of_other_libraries_are_kept(tmp_path: Path) -> None:
     save_file({"embed_tokens.weight": torch.ones(32, 16)}, tmp_path / "model.safetensors")
-    assert not read(tmp_path, torch.nn.Linear(2, 2))[0].made
+    assert not read(tmp_path, torch.nn.Linear(2, 2))[0].derived
 
 
 class Wrapping(torch.nn.Module):
@@ -193,7 +193,7 @@ def test_names_of_a_wrapped_model_get_the_wrappers_prefix(tmp_path: Path) -> Non
     compiled = torch.nn.Module()
     compiled.add_module("_orig_mod", live)  # like torch.compile
     assert read_tensors(read(tmp_path, compiled)[1]).keys() == set(live.state_dict())
-    assert not read(tmp_path, Wrapping(live, hf.LlamaForCausalLM(LLAMA)))[0].made
+    assert not read(tmp_path, Wrapping(live, hf.LlamaForCausalLM(LLAMA)))[0].derived
     wrap().save_pretrained(tmp_path / "peft")
     held = read_tensors(read(tmp_path / "peft", Wrapping(around := wrap("other")))[1])
     assert held.keys() == {f"model.{name}" for name, param in around.named_parameters() if param.requires_grad}
@@ -254,7 +254,7 @@ def test_base_models_may_have_modules_with_names_of_peft(tmp_path: Path) -> None
     live: Any = get_peft_model(base, LoraConfig(r=2, target_modules=["other"]))
     reading, index = read(tmp_path, live)
     assert {*read_tensors(index)} == live.state_dict().keys() - reading.declared_new
-    assert "base_model.model.0.base_layer.weight" in reading.made
+    assert "base_model.model.0.base_layer.weight" in reading.derived
 
 
 def test_an_adapter_loads_into_the_only_adapter_of_a_model(tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_an_adapter_loads_into_the_only_adapter_of_a_model(tmp_path: Path) -> No
     assert {param.name for param in index.atoms.storages} == trained
     two = wrap("one")
     two.add_adapter("two", two.peft_config["one"])
-    assert not read(tmp_path, two)[0].made
+    assert not read(tmp_path, two)[0].derived
 
 
 def test_an_id_of_the_hub_as_folder_is_a_warning(

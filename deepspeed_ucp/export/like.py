@@ -14,7 +14,7 @@ from typing import Any
 
 from ..comm import Comm
 from ..errors import ConfigError, MismatchError, UnsupportedError, shorten
-from ..extensions.huggingface import convert, revert
+from ..extensions.huggingface import invert, map_file
 from ..formats import open_checkpoint
 from ..formats.deepspeed.files import scan_folder
 from ..formats.foreign.names import ADAPTER_CONFIG, CONFIG, QUANTIZED, find_format
@@ -114,12 +114,12 @@ class LikeModel:
             index = recast(index, {name: (tuple(weight.shape),) for name, weight in weights.items()})
             known |= {param.name for param in index.atoms.storages} - saved
             try:
-                reading = convert(model, files, weights)
+                mapping = map_file(model, files, weights)
             except UnsupportedError:  # from_pretrained also accepts the names in memory
                 continue
             made = {
                 name: renamed
-                for name, renamed in revert(reading, files).items()
+                for name, renamed in invert(mapping, files).items()
                 if name not in known and all(piece.name in known for piece in renamed.slices)
             }
             if made:
@@ -216,10 +216,10 @@ class _LoadableTensors:
 
 def _read(model: Any, written: Mapping[str, Shape]) -> _LoadableTensors:
     live = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
-    reading = convert(model, written, live)
-    used = {piece.name for made in reading.made.values() for piece in made.slices} | reading.dropped
+    mapping = map_file(model, written, live)
+    used = {piece.name for made in mapping.derived.values() for piece in made.slices} | mapping.dropped
     shapes = {name: shape for name, shape in written.items() if name not in used}
-    for name, made in reading.made.items():
+    for name, made in mapping.derived.items():
         numel = sum(count(written[piece.name]) // piece.count for piece in made.slices)
         shapes[name] = made.find_shape(numel, written[made.slices[0].name])
     first: dict[int, str] = {}

@@ -35,14 +35,14 @@ class HuggingFace(Extension):
 
     def adapt(self, adaptation: Adaptation) -> None:
         saved, module, view = adaptation.index, adaptation.module, adaptation.view
-        reading = read_into(saved, module, {*view.shapes, *view.aliases}, adaptation.ruled)
-        if reading.made or reading.dropped:
-            adaptation.index = derive(saved, reading.made, reading.dropped)
-        adaptation.view = replace(view, declared_new=reading.declared_new)
+        mapping = map_checkpoint(saved, module, {*view.shapes, *view.aliases}, adaptation.ruled)
+        if mapping.derived or mapping.dropped:
+            adaptation.index = derive(saved, mapping.derived, mapping.dropped)
+        adaptation.view = replace(view, declared_new=mapping.declared_new)
         adaptation.notes += describe_config(saved, read_config(module) if saved.foreign else {})
-        if reading.declared_new:
-            adaptation.notes.append(_ADAPTER.format(shorten(sorted(reading.declared_new), 2)))
-        if adaptation.log and (text := reading.describe()):
+        if mapping.declared_new:
+            adaptation.notes.append(_ADAPTER.format(shorten(sorted(mapping.declared_new), 2)))
+        if adaptation.log and (text := mapping.describe()):
             logger.info("%s", text)
 
 
@@ -50,42 +50,42 @@ _ADAPTER = "the checkpoint has no adapter; the new model's starts from its initi
 
 
 @dataclass(slots=True)
-class Reading:
+class TensorMap:
     """Mapping of a checkpoint's tensors to a model's.
 
     Attributes:
-        made: name in the model → its parts, unless it is the saved tensor of that name.
+        derived: name in the model → its parts, unless it is the saved tensor of that name.
         dropped: saved names that the library ignores silently.
-        declared_new: the model's tensors that keep their values.
+        declared_new: an adapter's tensors that the checkpoint lacks, which keep their values.
     """
 
-    made: dict[str, DerivedParam] = field(default_factory=dict)
+    derived: dict[str, DerivedParam] = field(default_factory=dict)
     dropped: set[str] = field(default_factory=set)
     declared_new: frozenset[str] = frozenset()
 
     def describe(self) -> str:
         texts = [f"{name} is of no use to this model" for name in sorted(self.dropped)]
-        for name, made in self.made.items():
-            first, *more = dict.fromkeys(piece.name for piece in made.slices)
-            texts.append(f"{first}{' and others' if more else ''} → {name}")
+        for name, derived in self.derived.items():
+            first, *others = dict.fromkeys(piece.name for piece in derived.slices)
+            texts.append(f"{first}{' and others' if others else ''} → {name}")
         return f"read as Hugging Face's libraries do: {shorten(texts, 3)}" if texts else ""
 
 
-def read_into(index: AtomicIndex, module: Any, live: Collection[str], taken: Collection[str]) -> Reading:
-    """Return the libraries' mapping for loading a checkpoint, or an empty one.
+def map_checkpoint(index: AtomicIndex, module: Any, live: Collection[str], ruled: Collection[str]) -> TensorMap:
+    """Map a checkpoint's tensors as the libraries do; empty if nothing is renamed.
 
     Args:
         module: the live model, or a module with one such model inside.
         live: names of all its tensors on all ranks.
-        taken: saved names that match the user's rules.
+        ruled: saved names that match the user's rules, which are not mapped.
 
     Raises:
-        UcpError: as for :func:`convert`.
+        UcpError: as for :func:`map_file`.
     """
-    saved = {param.name for param in index.atoms.storages} - {*taken}
+    saved = {param.name for param in index.atoms.storages} - {*ruled}
     wrapping = _find_model(module) if saved - {*live} else None
     if wrapping is None:
-        return Reading()
+        return TensorMap()
     outer, model, is_wrapped = wrapping
     shapes = {name: shapes_by_rank[0] for name, shapes_by_rank in list_shapes(index).items() if name in saved}
     if is_wrapped and any(map(adapters.read_live, shapes)):
@@ -104,39 +104,41 @@ def read_into(index: AtomicIndex, module: Any, live: Collection[str], taken: Col
         elif name.startswith(outer):
             memory[adapters.name_in_base(inner, adapted) if is_wrapped else inner].append(name)
     # In a run's own save, and with a wrapped model, names that exist in memory are not renamed.
-    known = () if index.is_weights_alone and not (outer or is_wrapped) else {*live}
-    shapes = {name: shape for name, shape in shapes.items() if name not in known}
-    reading = convert(model, shapes, memory.keys())
+    fixed = () if index.is_weights_alone and not (outer or is_wrapped) else {*live}
+    shapes = {name: shape for name, shape in shapes.items() if name not in fixed}
+    mapping = map_file(model, shapes, memory.keys())
     if not index.is_weights_alone:  # saved tensors are not replaced, and trained ones are not dropped
-        reading.made = {new: made for new, made in reading.made.items() if new not in saved}
-        reading.dropped = {name for name in reading.dropped if index.find(name, MASTER) is None}
-    missing = memory.keys() - shapes.keys() - reading.made.keys()
+        mapping.derived = {new: parts for new, parts in mapping.derived.items() if new not in saved}
+        mapping.dropped = {name for name in mapping.dropped if index.find(name, MASTER) is None}
+    missing = memory.keys() - shapes.keys() - mapping.derived.keys()
     sources = find_tied(model, missing, shapes.keys() - memory.keys()) if index.is_weights_alone else {}
-    reading.made |= {name: DerivedParam.whole(source, shapes[source]) for name, source in sources.items()}
-    reading.dropped -= {*sources.values()}
+    mapping.derived |= {name: DerivedParam.whole(source, shapes[source]) for name, source in sources.items()}
+    mapping.dropped -= {*sources.values()}
     if outer or is_wrapped:
         plain = {name: DerivedParam.whole(name, shapes[name]) for name in memory if name in shapes}
-        reading.made = {
-            new: made for name, made in {**plain, **reading.made}.items() for new in memory.get(name, [outer + name])
+        mapping.derived = {
+            new: parts
+            for name, parts in {**plain, **mapping.derived}.items()
+            for new in memory.get(name, [outer + name])
         }
         if index.is_weights_alone:
-            _follow_ties(reading, module, memory)
-        reading.declared_new = frozenset(added) if reading.made else frozenset()
-    return reading
+            _follow_ties(mapping, module, memory)
+        mapping.declared_new = frozenset(added) if mapping.derived else frozenset()
+    return mapping
 
 
-def _follow_ties(reading: Reading, module: Any, memory: Mapping[str, Sequence[str]]) -> None:
-    """Map tensors that PEFT copied from a tied tensor to the tied tensor's source.
+def _follow_ties(mapping: TensorMap, module: Any, memory: Mapping[str, Sequence[str]]) -> None:
+    """Extend the mapping to other live tensors that share memory with a mapped one.
 
     Args:
         memory: name in the model without an adapter → names in the live model.
     """
     params = {strip_compiled(name): id(param) for name, param in module.named_parameters(remove_duplicate=False)}
-    taken = {params[name]: made for name, made in reading.made.items() if name in params}
+    derived_by_id = {params[name]: derived for name, derived in mapping.derived.items() if name in params}
     for names in memory.values():
-        made = next((taken[params[name]] for name in names if params.get(name) in taken), None)
-        new = [name for name in names if name not in reading.made and params.get(name) not in taken]
-        reading.made |= dict.fromkeys(new, made) if made is not None else {}
+        derived = next((derived_by_id[params[name]] for name in names if params.get(name) in derived_by_id), None)
+        new = [name for name in names if name not in mapping.derived and params.get(name) not in derived_by_id]
+        mapping.derived |= dict.fromkeys(new, derived) if derived is not None else {}
 
 
 def find_tied(model: Any, missing: Collection[str], saved: Collection[str]) -> dict[str, str]:
@@ -184,7 +186,7 @@ def describe_config(index: AtomicIndex, config: Mapping[str, Any]) -> list[str]:
 
 
 def _flatten_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration's plain values, with nested rotary-embedding values."""
+    """Return a configuration's numbers and strings, with those in ``rope_parameters``."""
     rope = config.get("rope_parameters")
     values = {**config, **(rope if isinstance(rope, dict) else {})}
     return {key: value for key, value in values.items() if isinstance(value, (int, float, str))}
@@ -195,7 +197,7 @@ def _find_model(module: Any) -> tuple[str, Any, bool] | None:
     peft, models = sys.modules.get("peft.peft_model"), list[tuple[str, Any, bool]]()
     for name, child in module.named_modules():
         outer = strip_compiled(f"{name}.") if name else ""
-        if any(outer.startswith(known) for known, *_ in models):
+        if any(outer.startswith(prefix) for prefix, *_ in models):
             continue
         if peft is not None and isinstance(child, peft.PeftModel):
             model = child.get_base_model()  # prompt learning wraps no modules
@@ -205,18 +207,18 @@ def _find_model(module: Any) -> tuple[str, Any, bool] | None:
     return models[0] if len(models) == 1 else None
 
 
-def _rename_adapter(saved: Mapping[str, Shape], live: Set[str], outer: str) -> Reading:
+def _rename_adapter(saved: Mapping[str, Shape], live: Set[str], outer: str) -> TensorMap:
     """Map a checkpoint's single adapter to a model's single adapter of another name."""
-    theirs, ours = ({tensor.adapter for tensor in map(adapters.read_live, names) if tensor} for names in (saved, live))
-    reading = Reading()
+    before, after = ({tensor.adapter for tensor in map(adapters.read_live, names) if tensor} for names in (saved, live))
+    mapping = TensorMap()
     for name in sorted(saved.keys() - live):
         tensor, new = adapters.read_live(name), name
-        if tensor is not None and len(theirs) == len(ours) == 1:
-            new = replace(tensor, adapter=next(iter(ours))).live
+        if tensor is not None and len(before) == len(after) == 1:
+            new = replace(tensor, adapter=next(iter(after))).live
         new = next((live_name for live_name in (new, outer + new) if live_name in live), name)
         if new != name:
-            reading.made[new] = DerivedParam.whole(name, saved[name])
-    return reading
+            mapping.derived[new] = DerivedParam.whole(name, saved[name])
+    return mapping
 
 
 def _is_pretrained(model: Any) -> bool:
@@ -224,8 +226,8 @@ def _is_pretrained(model: Any) -> bool:
     return library is not None and isinstance(model, library.PreTrainedModel)
 
 
-def convert(model: Any, saved: Mapping[str, Shape], memory: Collection[str]) -> Reading:
-    """Return the mapping by which ``from_pretrained`` loads a file, or an empty one.
+def map_file(model: Any, saved: Mapping[str, Shape], memory: Collection[str]) -> TensorMap:
+    """Map a file's tensors as ``from_pretrained`` does; empty if nothing is renamed.
 
     Args:
         saved: shapes of the tensors in the file.
@@ -235,9 +237,9 @@ def convert(model: Any, saved: Mapping[str, Shape], memory: Collection[str]) -> 
         UnsupportedError: a conversion moves elements within a tensor.
         MismatchError: inputs of a conversion are missing.
     """
-    reading = Reading()
+    tensor_map = TensorMap()
     if not _is_pretrained(model):
-        return reading
+        return tensor_map
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import (
@@ -247,47 +249,48 @@ def convert(model: Any, saved: Mapping[str, Shape], memory: Collection[str]) -> 
             rename_source_key,
         )
     except ImportError:  # before 5.0 names in memory equal those in files
-        return reading
+        return tensor_map
     mapping = get_model_conversion_mapping(model)
     renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in mapping if isinstance(rule, WeightConverter)]
-    known, useless = dict.fromkeys(memory, True), _find_useless(model)
+    in_memory, ignored = dict.fromkeys(memory, True), _find_ignored(model)
     joined: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name in sorted(saved, key=dot_natural_key):
-        new, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
-        if new == name or (name in known and new not in known):
+        new, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, in_memory)
+        if new == name or (name in in_memory and new not in in_memory):
             new, pattern = name, None
         if pattern is not None:
             joined[new][pattern].append(name)
         elif new != name:
-            reading.made[new] = DerivedParam.whole(name, saved[name])
-        if new not in known and pattern is None and useless is not None and useless.search(new):
-            reading.made.pop(new, None)
-            reading.dropped.add(name)
+            tensor_map.derived[new] = DerivedParam.whole(name, saved[name])
+        if new not in in_memory and pattern is None and ignored is not None and ignored.search(new):
+            tensor_map.derived.pop(new, None)
+            tensor_map.dropped.add(name)
     for new, inputs in joined.items():
         converter = next(rule for rule in converters if next(iter(inputs)) in rule.source_patterns)
-        reading.made.update(_join(converter, new, [inputs[pattern] for pattern in converter.source_patterns], saved))
-    return reading
+        ordered = [inputs[pattern] for pattern in converter.source_patterns]
+        tensor_map.derived |= _apply_converter(converter, new, ordered, saved)
+    return tensor_map
 
 
-def revert(reading: Reading, shapes: Mapping[str, Shape]) -> dict[str, DerivedParam]:
+def invert(mapping: TensorMap, shapes: Mapping[str, Shape]) -> dict[str, DerivedParam]:
     """Invert the mapping of a file's tensors: name in the file → parts of the model's."""
     parts: dict[str, dict[int, Slice]] = defaultdict(dict)
-    for new, made in reading.made.items():
-        sizes = [count(shapes[piece.name]) // piece.count for piece in made.slices]
+    for new, derived in mapping.derived.items():
+        sizes = [count(shapes[piece.name]) // piece.count for piece in derived.slices]
         unit = gcd(*sizes) or 1
-        total, at = sum(sizes) // unit, 0
-        for piece, width in zip(made.slices, (size // unit for size in sizes), strict=True):
-            parts[piece.name][piece.number] = Slice(new, at, total, width)
-            at += width
+        total, position = sum(sizes) // unit, 0
+        for piece, width in zip(derived.slices, (size // unit for size in sizes), strict=True):
+            parts[piece.name][piece.number] = Slice(new, position, total, width)
+            position += width
     return {
         name: DerivedParam(tuple(slices[number] for number in sorted(slices)), len(shapes[name]))
         for name, slices in parts.items()
     }
 
 
-def _find_useless(model: Any) -> re.Pattern[str] | None:
-    """Return a pattern of names that the library ignores if the model lacks them."""
+def _find_ignored(model: Any) -> re.Pattern[str] | None:
+    """Return a pattern of tensors that are ignored if the model lacks them, or None."""
     patterns = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
     buffers = [name for name, _ in model.named_buffers()]
     for end, pattern in (("rotary_emb.inv_freq", r"rotary_emb\.inv_freq"), ("position_ids", r"(^|\.)position_ids$")):
@@ -295,10 +298,10 @@ def _find_useless(model: Any) -> re.Pattern[str] | None:
     return re.compile("|".join(f"({pattern})" for pattern in patterns)) if patterns else None
 
 
-def _join(
+def _apply_converter(
     converter: Any, new: str, inputs: Sequence[Sequence[str]], saved: Mapping[str, Shape]
 ) -> dict[str, DerivedParam]:
-    """Return the outputs of a converter.
+    """Return the parts of a converter's outputs, by name.
 
     Args:
         new: name of its first output.
@@ -319,8 +322,8 @@ def _join(
     if steps == [("Concatenate", 0)]:
         return {new: DerivedParam(tuple(map(Slice, names)), inner)}
     if steps == [("Chunk", 0)] and len(names) == 1 and targets[0] in new:
-        parts = {new.replace(targets[0], target): at for at, target in enumerate(targets)}
-        return {part: DerivedParam((Slice(names[0], at, len(parts)),), inner) for part, at in parts.items()}
+        parts = {new.replace(targets[0], target): index for index, target in enumerate(targets)}
+        return {part: DerivedParam((Slice(names[0], index, len(parts)),), inner) for part, index in parts.items()}
     how = ", ".join(type(step).__name__ for step in converter.operations)
     raise UnsupportedError(
         f"{shorten(names, 2)} → {new}: transformers converts this as it reads ({how}), which is not done here. Load "

@@ -152,12 +152,12 @@ class _LayerFiles:
             self._add_module(key, stages)
 
     def _skip_ambiguous(self, layer: int, key: str) -> None:
-        """Skip a file of several possible modules; raise unless it has only copies."""
+        """Ignore a file of an unknown module or stage; raise if it has untrained tensors."""
         header = self.save.layers[0][layer]
-        if others := self._list_others(key, header):
+        if untrained := self._list_untrained(key, header):
             raise UnsupportedError(
-                f"holds {shorten(others)} of a tied module, but the module or its stage is ambiguous. DeepSpeed itself "
-                "can resume it in the topology that wrote it.",
+                f"holds {shorten(untrained)} of a tied module, but the module or its stage is ambiguous. DeepSpeed "
+                "itself can resume it in the topology that wrote it.",
                 path=self.save.path(header),
             )
 
@@ -187,10 +187,10 @@ class _LayerFiles:
                         self.builder.add(rank, f"{TIED}{key}.{name}", COPY, layers[layer], piece)
         if unsure and not self._are_alike(key, list(stages)):
             self._skip_ambiguous(unsure[0], key)
-        self._add_others(key, list(stages)[:1] if unsure else [chosen[stage] for stage in sorted(chosen)])
+        self._add_untrained(key, list(stages)[:1] if unsure else [chosen[stage] for stage in sorted(chosen)])
 
-    def _compare(self, key: str, stage: int, one: int, other: int) -> None:
-        """Compare the parameters in two files of a tied module that one stage has written.
+    def _compare(self, key: str, stage: int, earlier: int, later: int) -> None:
+        """Compare the parameters in two layers' files of a tied module of one stage.
 
         With ``parallel_write`` two data-parallel ranks write them, whose buffers may differ.
 
@@ -198,35 +198,35 @@ class _LayerFiles:
             CheckpointError: by their checksums they have other values.
         """
         for tp, layers in enumerate(self.save.layers):
-            first, second = (layers[layer].layer or {} for layer in (one, other))
+            first, second = (layers[layer].layer or {} for layer in (earlier, later))
             buffers = {*self.save.model(stage * self.save.tp + tp).buffers}
             names = {name for name in first.keys() | second.keys() if f"{TIED}{key}.{name}" not in buffers}
             if differing := sorted(name for name in names if _differ(first.get(name), second.get(name))):
                 raise CheckpointError(
                     f"holds other values of {shorten(f'{TIED}{key}.{name}' for name in differing)} than "
-                    f"{layers[one].name}, although one module has both. One of the files is of another save or was "
+                    f"{layers[earlier].name}, although one module has both. One of the files is of another save or was "
                     "edited; load another tag.",
-                    path=self.save.path(layers[other]),
+                    path=self.save.path(layers[later]),
                 )
 
     def _are_alike(self, key: str, layers: Sequence[int]) -> bool:
-        """Return True if files have equal buffers and frozen parameters, by checksums."""
+        """Return True if layers' files have equal untrained tensors, by checksums."""
         for files in self.save.layers:
-            others = [self._list_others(key, files[layer]) for layer in layers]
-            if any(others[0].keys() != pieces.keys() for pieces in others):
+            untrained = [self._list_untrained(key, files[layer]) for layer in layers]
+            if any(untrained[0].keys() != pieces.keys() for pieces in untrained):
                 return False
-            if not all(are_alike(pieces[name].contents for pieces in others) for name in others[0]):
+            if not all(are_alike(pieces[name].contents for pieces in untrained) for name in untrained[0]):
                 return len(layers) == 1
         return True
 
-    def _list_others(self, key: str, header: FileHeader) -> dict[str, Piece]:
+    def _list_untrained(self, key: str, header: FileHeader) -> dict[str, Piece]:
         return {name: piece for name, piece in (header.layer or {}).items() if not self._is_optimized(key, name)}
 
-    def _add_others(self, key: str, layers: Sequence[int]) -> None:
-        """Add the buffers and frozen parameters of one file for each stage."""
+    def _add_untrained(self, key: str, layers: Sequence[int]) -> None:
+        """Add buffers and frozen parameters: ``layers`` are one file for each stage."""
         for tp, files in enumerate(self.save.layers):
             for index, layer in enumerate(layers):
-                for short, piece in self._list_others(key, files[layer]).items():
+                for short, piece in self._list_untrained(key, files[layer]).items():
                     name = f"{TIED}{key}.{short}"
                     self.builder.add(SavedRank(tp_rank=tp, instances={name: index}), name, MODULE, files[layer], piece)
                     if len(layers) > 1:

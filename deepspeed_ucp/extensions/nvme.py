@@ -20,7 +20,7 @@ from .registry import Extension
 
 @dataclass(frozen=True, slots=True)
 class SwapPlace:
-    """Swap file of a buffer.
+    """A buffer's swap file, and the factory of the file that replaces it.
 
     Attributes:
         nvme: keeps the load's files.
@@ -45,13 +45,13 @@ class SwapPlace:
         return torch.frombuffer(memory, dtype=self.dtype, count=numel)
 
     def copy(self, numel: int) -> torch.Tensor:
-        """Like :meth:`make`, with DeepSpeed's contents; OSError if they cannot be read."""
-        made = self.make(numel)
+        """Like :meth:`make`, filled from DeepSpeed's file; OSError if that is unreadable."""
+        memory = self.make(numel)
         with open(self.path, "rb") as stream:
-            nbytes = stream.readinto(memoryview(made.view(torch.uint8).numpy()))
-        if nbytes < made.nbytes:
-            raise OSError(f"{self.path}: has {nbytes} bytes, {made.nbytes} are expected. The swap file is damaged.")
-        return made
+            nbytes = stream.readinto(memoryview(memory.view(torch.uint8).numpy()))
+        if nbytes < memory.nbytes:
+            raise OSError(f"{self.path}: has {nbytes} bytes, {memory.nbytes} are expected. The swap file is damaged.")
+        return memory
 
 
 class Nvme(Extension):
@@ -79,7 +79,7 @@ class Nvme(Extension):
         return map_new_file(aside, nbytes)
 
     def complete_target(self, target: Target) -> None:
-        """Set the swap files of sub-groups; small ones stay in memory."""
+        """Attach swap files to the flat buffers; small sub-groups stay in memory."""
         for index, flat in enumerate(target.flats):
             if target.wrapped._swappable_optimizer_subgroup(index):
                 swapper = target.wrapped.optimizer_swapper

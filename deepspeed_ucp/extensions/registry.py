@@ -32,7 +32,7 @@ class SaveExtension:
     def read_facts(
         self, tree: Mapping[Any, Any], read: Callable[[str, Callable[[Any], Any]], Any]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return a state file's facts and its writer's ranks; ``read`` reads one entry."""
+        """Return a state file's facts and its writer's ranks; ``read(key, parse)`` helps."""
         return {}, {}
 
     def describe_own_files(self, tree: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -53,10 +53,7 @@ class SaveExtension:
         return {}
 
     def arrange(self, save: Any, headers: Mapping[str, Any]) -> list[Any]:
-        """Take further headers, by file name; return findings about headerless files.
-
-        Some files may be missing.
-        """
+        """Store the headers of further files (name → header); return findings."""
         return []
 
     def verify_save(self, save: Any, comm: Any) -> list[Any]:
@@ -366,10 +363,11 @@ def find_for_names(names: Collection[str], degrees: Any = None) -> list[Extensio
 
 
 def find_for_load(context: Any, index: Any, target: Any, rules: Any) -> list[Extension]:
-    """Return a load's extensions: the engine's, and new ones for rules and context."""
-    known, order = [extension.row for extension in target.extensions], {id(row): at for at, row in enumerate(REGISTRY)}
+    """Return a load's extensions in registry order: the engine's, and new ones."""
+    engine_rows = [extension.row for extension in target.extensions]
+    order = {id(row): at for at, row in enumerate(REGISTRY)}
     active = (row for row in REGISTRY if row.in_rules(rules) or row.in_load(context, index, target))
-    extensions = [*target.extensions, *(row.make() for row in active if row not in known)]
+    extensions = [*target.extensions, *(row.make() for row in active if row not in engine_rows)]
     return sorted(extensions, key=lambda extension: order.get(id(extension.row), -1))
 
 

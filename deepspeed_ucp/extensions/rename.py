@@ -53,9 +53,9 @@ def apply_renames(
             rule_set.check(Facts.of(index.hints, saved))
     transposed = []
     for new, old in renamed.items():
-        mine, theirs = saved.get(old, ()), live.get(new, ())
-        if mine != theirs and len(mine) == len(theirs) == 1 and len(mine[0]) == 2 and mine[0][::-1] == theirs[0]:
-            transposed.append(f"{new} {theirs[0]}, saved {mine[0]}")
+        before, after = saved.get(old, ()), live.get(new, ())
+        if before != after and len(before) == len(after) == 1 and len(before[0]) == 2 and before[0][::-1] == after[0]:
+            transposed.append(f"{new} {after[0]}, saved {before[0]}")
     if transposed:
         raise MismatchError(
             f"rename: {shorten(transposed)}: the model holds its matrices transposed, as Hugging Face's GPT-2 does "

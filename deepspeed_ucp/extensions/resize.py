@@ -101,10 +101,10 @@ def average_rows(
     )
     checks, threads = list[Checked](), config.threads or count_readers(index.state_file)
     blocks = [
-        (key, low, min(low + step, kept))
-        for key, (layout, kept) in sorted(wanted.items())
+        (key, low, min(low + step, count))
+        for key, (layout, count) in sorted(wanted.items())
         for step in (max(BLOCK // max(prod(layout.shape[1:]), 1), 1),)
-        for low in range(0, kept, step)
+        for low in range(0, count, step)
     ]
     with AtomReader(index, checksum=config.verify == "crc") as reader:
 

@@ -22,11 +22,11 @@ class SealedSave(SaveExtension):
     def verify_save(self, save: Save, comm: Comm) -> list[Finding]:
         """Return faults of files that differ from the seal; set swap files' checksums."""
         where = save.where
-        faults, sums = where.once(SEAL, lambda: _compare(where.list_folders(SEAL)[0], save.headers), comm)
+        faults, crcs = where.once(SEAL, lambda: _compare(where.list_folders(SEAL)[0], save.headers), comm)
         for states in save.swaps.values():
             for state, header in states.items():
-                if header.swap is not None and header.name in sums:
-                    record = header.swap.record._replace(crc=sums[header.name])
+                if header.swap is not None and header.name in crcs:
+                    record = header.swap.record._replace(crc=crcs[header.name])
                     states[state] = replace(header, swap=replace(header.swap, record=record))
         return faults
 
@@ -43,5 +43,5 @@ def _compare(folder: str, headers: Sequence[FileHeader]) -> tuple[list[Finding],
     except UcpError as error:
         return [from_failure("seal", SEAL, error)], {}
     faults = [compare_file(folder, header.name, header.size, header.crc, seal) for header in headers]
-    sums = {header.name: seal.files[header.name].crc for header in headers if header.swap and header.name in seal.files}
-    return [fault for fault in faults if fault], sums
+    crcs = {header.name: seal.files[header.name].crc for header in headers if header.swap and header.name in seal.files}
+    return [fault for fault in faults if fault], crcs

@@ -131,7 +131,7 @@ def _make_header(save: Save, name: SwapName, group: SubGroup) -> FileHeader | Fi
 
 
 def _warn_longer(save: Save, swapped: Sequence[SubGroup]) -> Iterator[Finding]:
-    """Warn of files that are too long: of an earlier engine or another world size."""
+    """Warn of too long files: of an earlier engine or another world size."""
     wholes = {group.index: _padded_nbytes(save, group) for group in swapped}
     files = [(header, wholes[index]) for (_, index), states in save.swaps.items() for header in states.values()]
     longer = sorted(header.name for header, whole in files if header.size > whole)
@@ -162,11 +162,11 @@ def _find_spans(save: Save, swapped: Sequence[SubGroup]) -> list[ParamRange]:
     present = {(begin, end) for _, state, begin, end in save.names["swap"] if not state}
     model = save.model(0)
     left_out = {*model.buffers, *(one for one, other in model.shared.items() if one != other)}
-    known = [name for name in model.module or {} if name not in left_out]  # in module order, each once
+    in_order = [name for name in model.module or {} if name not in left_out]  # in module order, each once
     trained = {strip_compiled(name) for group in model.param_shapes or () for name, _ in group}
     candidates = {
         spans
-        for order in (known, _order_as_constructed(known))
+        for order in (in_order, _order_as_constructed(in_order))
         for spans in _iter_candidates(swapped, present, order, trained)
     }
     fitting = candidates
@@ -226,7 +226,7 @@ def _iter_candidates(
 
 
 def _index_ranges(swapped: Sequence[SubGroup], order: Sequence[str]) -> list[ParamRange]:
-    """Return the places of each sub-group's first and last parameter in an order."""
+    """Return the indices of each sub-group's first and last parameter in an order."""
     numbers = {name: number for number, name in enumerate(order)}
     return [(numbers[group.names[0]], numbers[group.names[-1]]) for group in swapped]
 

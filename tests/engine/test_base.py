@@ -208,10 +208,10 @@ class Renaming(torch.nn.Module):
 @pytest.mark.parametrize("detached", [False, True])
 def test_keys_of_a_state_dict_are_matched_by_their_tensors(detached: bool) -> None:
     found = ModuleStateDict()
-    keys = found.ask(Renaming(detached=detached))
+    keys = found.inspect(Renaming(detached=detached))
     names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
     assert keys == {name: f"inner.{name}" for name in names}
-    assert (set(found.others), found.made) == ({"made", "kept"}, {"made"})
+    assert (set(found.others), found.computed) == ({"made", "kept"}, {"made"})
 
 
 def test_the_state_dict_of_a_plain_module_is_not_computed() -> None:

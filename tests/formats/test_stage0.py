@@ -12,7 +12,7 @@ import torch
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import ConfigError, MismatchError
-from deepspeed_ucp.extensions.experts.names import is_expert, name_form
+from deepspeed_ucp.extensions.experts.names import is_expert, name_first_expert
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import ModuleOrder, Naming, number_names
 from deepspeed_ucp.model.index import AtomicIndex
@@ -140,9 +140,9 @@ def test_states_are_refused_if_a_reordered_state_dict_hides_the_order(wrapper: T
 def follow(before: Sequence[str], now: Sequence[str], **options: bool) -> list[list[str]]:
     """Return the saved order of an optimizer with one group, from the modules' orders."""
     unit = (lambda name: int(name[0])) if options else is_expert
-    places = [number_names(map(name_form, names), unit) for names in (now, before)]
+    places = [number_names(map(name_first_expert, names), unit) for names in (now, before)]
     apart = "the places of experts among them are not known"
-    order = ModuleOrder("path", *places, dict.fromkeys(places[1], ()), form=name_form, apart=apart, **options)
+    order = ModuleOrder("path", *places, dict.fromkeys(places[1], ()), form=name_first_expert, apart=apart, **options)
     return [[name for name, _ in group] for group in order.follow([[(name, True) for name in now]], ())]
 
 

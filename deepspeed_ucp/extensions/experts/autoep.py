@@ -80,15 +80,15 @@ def _read_map(affine: Mapping[str, Any]) -> Placement:
     for rank in range(len(ranks)):
         experts: dict[int, int] = {}
         for piece in ranks[rank]["pieces"]:
-            (first, steps), (begin, others) = piece["source"], piece["dest"]
-            whole = [*piece["shape"]] == [piece["shape"][0], *shape[1:]] and piece.get("scale", 1.0) == 1.0
-            if not whole or [*steps] != strides or [*others] != strides or first % numel or begin % numel:
+            (first, steps), (begin, dest_steps) = piece["source"], piece["dest"]
+            is_whole = [*piece["shape"]] == [piece["shape"][0], *shape[1:]] and piece.get("scale", 1.0) == 1.0
+            if not is_whole or [*steps] != strides or [*dest_steps] != strides or first % numel or begin % numel:
                 raise ValueError("a piece of an affine map is not of whole experts")
             free -= piece["shape"][0]
             if free < 0:
                 raise ValueError("an affine map of more experts than there are")
-            experts.update({begin // numel + at: first // numel + at for at in range(piece["shape"][0])})
-        placement.append(tuple(experts[at] for at in range(len(experts))))
+            experts.update({begin // numel + i: first // numel + i for i in range(piece["shape"][0])})
+        placement.append(tuple(experts[i] for i in range(len(experts))))
     return tuple(placement)
 
 
@@ -103,15 +103,15 @@ def find_router_aliases(layers: Iterable[str], module: Mapping[str, Piece]) -> d
     for name, piece in module.items() if blocks else ():
         for block in (name[: end + 1] for end, letter in enumerate(name) if letter == "."):
             if block in children_by_block:
-                child, _, rest = name[len(block) :].partition(".")
-                children_by_block[block][child][rest] = piece
+                child, _, end = name[len(block) :].partition(".")
+                children_by_block[block][child][end] = piece
     aliases = {}
     for block, children in children_by_block.items():
         router = children.pop("router", {})
         for child, tensors in children.items():
             if tensors.keys() == router.keys() and all(
-                tensors[rest] == piece or are_alike((tensors[rest].contents, piece.contents))
-                for rest, piece in router.items()
+                tensors[end] == piece or are_alike((tensors[end].contents, piece.contents))
+                for end, piece in router.items()
             ):
-                aliases.update({f"{block}{child}.{rest}": f"{block}router.{rest}" for rest in tensors})
+                aliases.update({f"{block}{child}.{end}": f"{block}router.{end}" for end in tensors})
     return aliases

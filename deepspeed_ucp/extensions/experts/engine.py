@@ -84,7 +84,7 @@ class LiveExperts(Extension):
 
 
 def share_out(layers: Mapping[str, LocalExperts], names: Iterable[str]) -> dict[str, LocalExperts]:
-    """Map names to the experts of their layer; ``layers`` are by parameter prefix."""
+    """Map experts' parameters to their layer's entry; ``layers`` are by name prefix."""
     return {name: layers[layer] for name in names if (layer := find_layer(name, layers))}
 
 
@@ -103,7 +103,7 @@ def find_experts(engine: Any, parallel: ParallelState) -> dict[str, LocalExperts
             numbers: Sequence[int] = range(first, first + module.num_local_experts)
         elif getattr(module, "_is_autoep_layer", False):
             group, end = module.ep_group_name, "experts."
-            numbers = _list_fused(module)
+            numbers = _list_autoep_experts(module)
         else:
             continue
         peers = ds_comm.get_all_ranks_from_group(engine.seq_data_parallel_group)
@@ -117,7 +117,7 @@ def find_experts(engine: Any, parallel: ParallelState) -> dict[str, LocalExperts
     return layers
 
 
-def _list_fused(layer: Any) -> Sequence[int]:
+def _list_autoep_experts(layer: Any) -> Sequence[int]:
     placement = getattr(layer, PLACEMENT, None)
     if placement is None:  # up to 0.19.5; a rank's experts are consecutive
         first = layer.ep_rank * layer.num_local_experts

@@ -174,17 +174,17 @@ def name_experts_files(save: Save, layers: Sequence[int], model_ranks: range, tp
             yield ROLES["expert"].make_name(*key, mp)
 
 
-def complete_header(header: FileHeader, beside: FileHeader | None = None) -> FileHeader:
+def complete_header(header: FileHeader, states: FileHeader | None = None) -> FileHeader:
     """Add the ds_config and optimizer to model states from which DeepSpeed omits them.
 
     DeepSpeed up to 0.19.2 omits them if the model has experts (engine.py ``_save_moe_checkpoint``). They are taken
-    from ``beside``, a header of optimizer states.
+    from ``states``, a header of optimizer states.
     """
     model = header.model
-    if beside is None or header.config or model is None or not model.facts.get("experts"):
+    if states is None or header.config or model is None or not model.facts.get("experts"):
         return header
-    optim = model.optim if beside.config else model.optim or beside.optim  # at ZeRO stage 0 no file has the ds_config
-    return replace(header, config=beside.config, model=replace(model, optim=optim))
+    optim = model.optim if states.config else model.optim or states.optim  # at ZeRO stage 0 no file has the ds_config
+    return replace(header, config=states.config, model=replace(model, optim=optim))
 
 
 def align_save(save: Save) -> None:
@@ -213,8 +213,8 @@ def find_order(optim: OptimHeader | None, first: OptimHeader) -> list[int]:
     if optim is None or optim.partition_count == first.partition_count:
         return []
     counts = (header.partition_count for header in (optim, first))
-    mine, wanted = (sorted(range(len(values)), key=values.__getitem__) for values in counts)
-    return [mine[wanted.index(group)] for group in range(len(mine))] if len(mine) == len(wanted) else []
+    order, first_order = (sorted(range(len(values)), key=values.__getitem__) for values in counts)
+    return [order[first_order.index(group)] for group in range(len(order))] if len(order) == len(first_order) else []
 
 
 def align_groups(header: FileHeader, first: OptimHeader) -> FileHeader:

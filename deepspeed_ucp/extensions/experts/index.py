@@ -41,19 +41,19 @@ class IndexedExperts(Extension):
     def fold_faults(
         self, saved: Iterable[str], live: Iterable[str], faults: Sequence[Fault]
     ) -> tuple[Sequence[Fault], str]:
-        """Merge faults of each block with another number of experts; return a remedy."""
-        here, wanted = _list_numbers(saved), _list_numbers(live)
+        """Merge faults of each block whose number of experts differs; return a remedy."""
+        saved_numbers, live_numbers = _list_numbers(saved), _list_numbers(live)
         differing = {
-            block: (len(here[block]), len(numbers))
-            for block, numbers in wanted.items()
-            if here.get(block) not in (None, numbers)
+            block: (len(saved_numbers[block]), len(numbers))
+            for block, numbers in live_numbers.items()
+            if saved_numbers.get(block) not in (None, numbers)
         }
         counts = fold_names([(block.rstrip("."), count) for block, count in differing.items()], lambda count: count)
-        others = [
-            Fault(block or "the model", f": {have} experts in the checkpoint, {want} in the model", COUNT)
-            for block, ((have, want), *_) in counts
+        block_faults = [
+            Fault(block or "the model", f": {saved_count} experts in the checkpoint, {live_count} in the model", COUNT)
+            for block, ((saved_count, live_count), *_) in counts
         ]
-        faults = [*others, *(fault for fault in faults if find_block(fault.name) not in differing)]
+        faults = [*block_faults, *(fault for fault in faults if find_block(fault.name) not in differing)]
         return faults, " Resume with the number of experts that was saved." if differing else ""
 
     def cuts_groups(self, names: Iterable[str]) -> bool:
@@ -113,22 +113,22 @@ def _convert(index: AtomicIndex, live: Shapes) -> AtomicIndex:
     A layer with another number of experts, or one that tensor parallelism cuts, is unchanged, and a load refuses it.
     """
     saved = {name: shapes[0] for name, shapes in list_shapes(index).items() if len(shapes) == 1}
-    have, want = _count_experts(saved), _count_experts(live)
-    made = dict[str, DerivedParam]()
-    for layer, experts in want.items():
-        if layer not in have:
-            made.update(_split(layer, experts, saved))
-    for layer, experts in have.items():
-        if layer not in want:
-            made.update(_fuse(layer, experts, live))
-    if not made:
+    saved_counts, live_counts = _count_experts(saved), _count_experts(live)
+    derived = dict[str, DerivedParam]()
+    for layer, experts in live_counts.items():
+        if layer not in saved_counts:
+            derived.update(_split(layer, experts, saved))
+    for layer, experts in saved_counts.items():
+        if layer not in live_counts:
+            derived.update(_fuse(layer, experts, live))
+    if not derived:
         return index
-    for block in {name.partition(".experts.")[0] for name in made}:
+    for block in {name.partition(".experts.")[0] for name in derived}:
         for pair in ((f"{block}.{name}" for name in names) for names in _ROUTER.items()):
             for old, new in permutations(pair):
                 if old in saved and old not in live and new in live:
-                    made[new] = DerivedParam.whole(old, saved[old])
-    return _unite_groups(derive(index, made), made)
+                    derived[new] = DerivedParam.whole(old, saved[old])
+    return _unite_groups(derive(index, derived), derived)
 
 
 def _count_experts(names: Mapping[str, Any]) -> dict[str, int]:
@@ -141,7 +141,7 @@ def _count_experts(names: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _split(layer: str, experts: int, saved: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, DerivedParam]]:
-    """Yield AutoEP's parameters of a layer that is fused."""
+    """Yield AutoEP's parameters as parts of transformers' saved ones of a layer."""
     for name, parts in _FUSED.items():
         if saved.get(f"{layer}.{name}", ())[:1] == (experts,):
             runs = experts * len(parts)
@@ -152,18 +152,18 @@ def _split(layer: str, experts: int, saved: Mapping[str, tuple[int, ...]]) -> It
 
 
 def _fuse(layer: str, experts: int, live: Shapes) -> Iterator[tuple[str, DerivedParam]]:
-    """Yield transformers' parameters of a layer whose experts are separate parameters."""
+    """Yield transformers' parameters of a layer, joined from AutoEP's saved ones."""
     for name, parts in _FUSED.items():
         if live.get(f"{layer}.{name}", ((),))[0][:1] == (experts,):
             slices = (Slice(f"{layer}.{part}.{number}") for number in range(experts) for part in parts)
             yield f"{layer}.{name}", DerivedParam(tuple(slices), 3, (experts,))
 
 
-def _unite_groups(index: AtomicIndex, made: Mapping[str, DerivedParam]) -> AtomicIndex:
+def _unite_groups(index: AtomicIndex, converted: Mapping[str, DerivedParam]) -> AtomicIndex:
     """Join groups of converted experts to other groups with equal hyper-parameters."""
 
     def is_made(group: GroupInfo) -> bool:
-        return all(member.name in made for member in group.members)
+        return all(member.name in converted for member in group.members)
 
     def list_hyper(group: GroupInfo) -> dict[str, Any]:
         return {key: value for key, value in group.hyper.items() if key != "name"}  # DeepSpeed names experts' groups

@@ -45,8 +45,8 @@ def read_name(name: str) -> ExpertName | None:
     """Parse an atom's name; None if it is not an expert's."""
     if match := _EXPERT.match(name):
         return ExpertName(match[1], int(match[2]), name[match.end() :], fused=False)
-    part = _PART.fullmatch(name)
-    return ExpertName(part[1], int(part[3]), part[2], fused=True) if part else None
+    match = _PART.fullmatch(name)
+    return ExpertName(match[1], int(match[3]), match[2], fused=True) if match else None
 
 
 def find_expert(name: str) -> tuple[str, int] | None:
@@ -82,7 +82,7 @@ def is_expert(name: str) -> bool:
     return read_name(name) is not None
 
 
-def name_form(name: str) -> str:
+def name_first_expert(name: str) -> str:
     """Return the name, or for an expert the name of its layer's first expert."""
     expert = read_name(name)
     if expert is None:
@@ -148,15 +148,15 @@ def assign_experts(names: Sequence[str], degree: int, live: int = 0, *, ordered:
     if any(count % degree for count in counts.values()):
         raise ValueError(f"{degree} expert-parallel ranks do not fit {sorted(set(counts.values()))} experts")
     assigned = [_assign(names, counts, number) for number in range(1, max(counts.values()) + 1)]
-    known = [len(ranks) for ranks in assigned if list(dict.fromkeys(chain(*ranks))) == list(names)]
-    if known and (ordered or degree in known):
+    fitting = [len(ranks) for ranks in assigned if list(dict.fromkeys(chain(*ranks))) == list(names)]
+    if fitting and (ordered or degree in fitting):
         return _assign(names, counts, degree)
     if degree != live:
         raise ValueError(
             f"the optimizer has the experts in another order than the module, and {live or 'an unknown number of'} "
             f"expert-parallel ranks, where the saved run had {degree}"
         )
-    return [_shift(names, counts, degree, rank) for rank in range(degree)]
+    return [_shift_numbers(names, counts, degree, rank) for rank in range(degree)]
 
 
 def _assign(names: Sequence[str], counts: Mapping[str, int], degree: int) -> list[list[str]]:
@@ -184,8 +184,8 @@ def _assign(names: Sequence[str], counts: Mapping[str, int], degree: int) -> lis
     ]
 
 
-def _shift(names: Sequence[str], counts: Mapping[str, int], degree: int, rank: int) -> list[str]:
-    """Return a rank's names in the first rank's order, which all ranks share."""
+def _shift_numbers(names: Sequence[str], counts: Mapping[str, int], degree: int, rank: int) -> list[str]:
+    """Return a rank's names: the first rank's, with the numbers of its own experts."""
     shifted = []
     for name in names:
         match = _EXPERT.match(name)

@@ -125,8 +125,8 @@ class SavedExperts(ExpertFiles, SaveExtension):
             save.further[role] = {key: headers[name] for key, name in names if name in headers}
         self.files, self.optims = save.further["expert"], save.further["expert_optim"]
         for mp, models in enumerate(save.models):
-            beside = [*save.shards[mp], *(header for (rank, _), header in self.optims.items() if rank == mp)]
-            models[:1] = [complete_header(header, *beside[:1]) for header in models[:1]]
+            optim_headers = [*save.shards[mp], *(header for (rank, _), header in self.optims.items() if rank == mp)]
+            models[:1] = [complete_header(header, *optim_headers[:1]) for header in models[:1]]
         self.tp_shards = count_tp_shards(save, save.tp)
         return []
 
@@ -176,10 +176,7 @@ class SavedExperts(ExpertFiles, SaveExtension):
         """Determine which ranks hold which experts of a group.
 
         The model states number each rank's experts from 0. The number of experts on a rank follows from the experts'
-        files, as a group may lack frozen ones.
-
-        Returns:
-            Nothing for a group without experts.
+        files, as a group may lack frozen ones. Without experts the result is empty.
 
         Raises:
             CheckpointError: the number of files or AutoEP's placement contradict the group.
@@ -195,7 +192,7 @@ class SavedExperts(ExpertFiles, SaveExtension):
         _check_placements(save, mp, group, len(holders))
         numbers: dict[str, Sequence[Sequence[int]]] = {
             layer: [range(index * share, (index + 1) * share) for index in range(len(holders))]
-            for layer, share in _share_experts(save, expert_counts, self.counts, len(holders)).items()
+            for layer, share in _count_on_rank(save, expert_counts, self.counts, len(holders)).items()
         }
         numbers |= {layer: placement for layer, placement in placements.items() if placement}
         local, is_named = dict(group), over_tp or len(holders) > 1
@@ -236,7 +233,7 @@ class SavedExperts(ExpertFiles, SaveExtension):
                 saved[layer][name.removeprefix(layer)].append(piece)
         for layer, pieces in named.items():
             twins = [twin for twin, parts in saved.items() if _are_same(pieces, parts)]
-            trained = next((rest for rest in pieces if strip_compiled(f"{layer}{rest}") in owned), None)
+            trained = next((end for end in pieces if strip_compiled(f"{layer}{end}") in owned), None)
             if trained is not None or len(twins) != 1:
                 holders = f"the experts of {', '.join(twins)} have" if twins else "no layer of experts has"
                 fault = f"{holders} the same bytes" if trained is None else "the optimizer has it under this name"
@@ -245,7 +242,7 @@ class SavedExperts(ExpertFiles, SaveExtension):
                     "DeepSpeed itself can resume it in the topology that wrote it.",
                     path=save.path(header),
                 )
-            ties |= {f"{layer}{rest}": f"{twins[0]}{rest}" for rest in pieces}
+            ties |= {f"{layer}{end}": f"{twins[0]}{end}" for end in pieces}
         return ties
 
     def add_tensors(self, builder: Builder, optimized: set[str], tied: Collection[str]) -> None:
@@ -272,6 +269,7 @@ class SavedExperts(ExpertFiles, SaveExtension):
         return replace(index, unnoticed=unnoticed, fused=self._count_fused(builder.save, index.atoms))
 
     def _list_unnoticed(self, index: AtomicIndex, builder: Builder) -> Iterator[str]:
+        """Describe state that DeepSpeed's load silently restores wrongly."""
         topology = index.topology
         if self.optims and not builder.save.main.config and topology.precision == "float32":
             yield "states of experts' optimizers, which DeepSpeed looks for in the model states alone"
@@ -329,7 +327,7 @@ def _check_writers(save: Save, stage: int, ep_index: int, ranks: range, *, over_
             )
 
 
-def _share_experts(save: Save, counts: Mapping[str, int], totals: Mapping[str, int], degree: int) -> dict[str, int]:
+def _count_on_rank(save: Save, counts: Mapping[str, int], totals: Mapping[str, int], degree: int) -> dict[str, int]:
     """Return layer → number of experts on one expert-parallel rank.
 
     Args:
@@ -348,7 +346,7 @@ def _share_experts(save: Save, counts: Mapping[str, int], totals: Mapping[str, i
 
 
 def _are_same(pieces: Mapping[str, Piece], saved: Mapping[str, Sequence[Piece]]) -> bool:
-    """Return True if each tensor has the bytes of a saved one of its name."""
+    """Return True if each piece has the bytes of one of the saved ones of its name."""
     return all(
         any(are_alike((piece.contents, other.contents)) for other in saved.get(name, ()))
         for name, piece in pieces.items()
@@ -356,6 +354,7 @@ def _are_same(pieces: Mapping[str, Piece], saved: Mapping[str, Sequence[Piece]])
 
 
 def _find_holders(save: Save, mp: int, replicas: int, *, over_tp: bool) -> list[range]:
+    """List ranks by the experts that they hold; CheckpointError for wrong ``replicas``."""
     ranks = save.dp * save.tp if over_tp else save.dp
     if replicas < 1 or ranks % replicas:
         raise CheckpointError(
@@ -418,5 +417,5 @@ def _add_batch(builder: Builder, rank: SavedRank, batch: FileBatch, optimized: s
         storage = PartitionedState(buffer, first.dtype, records, begins)
         states.append((first.shape, {COPY: storage}, {MODULE: storage}))
     for index, (header, *local) in enumerate(zip(headers, *names, strict=True)):
-        for name, (shape, copies, others) in zip(local, states, strict=True):
-            builder.add_storage(rank, name, shape, index, copies if name in optimized else others, header)
+        for name, (shape, copies, modules) in zip(local, states, strict=True):
+            builder.add_storage(rank, name, shape, index, copies if name in optimized else modules, header)

@@ -20,7 +20,7 @@ from ...model.storage import strip_compiled
 from ...model.topology import drop_labels, find_label
 from .autoep import Placement
 from .files import ExpertFiles, list_holders
-from .names import assign_experts, find_layer, is_expert, name_form
+from .names import assign_experts, find_layer, is_expert, name_first_expert
 
 
 def name_optimizers(experts: ExpertFiles, save: Save, naming: Naming, live: GroupNames | None) -> list[NamedOptimizer]:
@@ -52,7 +52,7 @@ def _compare_modules(experts: ExpertFiles, save: Save, naming: Naming) -> Module
         chain.from_iterable(tensors.items() for _, tensors in sorted(layers.items(), key=lambda pair: pair[0]))
     )
     apart = "the places of experts among them are not known"
-    return compare_modules(save, naming, further, form=name_form, unit=is_expert, apart=apart)
+    return compare_modules(save, naming, further, form=name_first_expert, unit=is_expert, apart=apart)
 
 
 def add_optimizers(
@@ -75,15 +75,15 @@ def add_optimizers(
         for mp, ranks in enumerate(sharing)
     ]
     builder.ranks, builder.instances = create_ranks(save, [list(rank_names) for rank_names in names])
-    for whole in builder.ranks if over_tp else ():
-        whole.unsharded.update(filter(is_expert, chain(*names)))
-    known: dict[int, set[str]] = defaultdict(set)
+    for saved_rank in builder.ranks if over_tp else ():
+        saved_rank.unsharded.update(filter(is_expert, chain(*names)))
+    added: dict[int, set[str]] = defaultdict(set)
     for part, shapes in sorted(pairs, key=lambda pair: pair[0].share):
         rank = replace(builder.ranks[part.mp], shapes={}, flats=(), groups=())
-        new = {name: shape for name, shape in shapes.items() if name not in known[part.mp]}
+        new = {name: shape for name, shape in shapes.items() if name not in added[part.mp]}
         add_optimizer(builder, rank, part, new, shapes)
         for mp in sharing[part.mp]:
-            known[mp].update(name for name in shapes if mp == part.mp or is_expert(name))
+            added[mp].update(name for name in shapes if mp == part.mp or is_expert(name))
             named = over_tp or len(holders[mp]) > 1
             _join_rank(builder.ranks[mp], rank, holders[mp][part.share] if named else None)
     return True
@@ -101,27 +101,27 @@ def _count_ranks(experts: ExpertFiles, save: Save) -> int:
     return degree
 
 
-def _join_rank(whole: SavedRank, part: SavedRank, holders: range | None) -> None:
-    """Add a rank's parameters to its model-parallel rank, to other ranks only experts."""
-    is_same_tp_rank = whole.tp_rank == part.tp_rank
-    whole.shapes.update({name: shape for name, shape in part.shapes.items() if is_same_tp_rank or is_expert(name)})
-    flats, at = list(whole.flats), 0
+def _join_rank(target: SavedRank, source: SavedRank, holders: range | None) -> None:
+    """Add one optimizer's parameters to a rank, only experts if its TP rank differs."""
+    is_same_tp_rank = target.tp_rank == source.tp_rank
+    target.shapes.update({name: shape for name, shape in source.shapes.items() if is_same_tp_rank or is_expert(name)})
+    flats, position = list(target.flats), 0
     indices = {flat.names: index for index, flat in enumerate(flats)}
-    for flat in part.flats:  # experts keep their places between dense parameters
+    for flat in source.flats:  # experts keep their places between dense parameters
         spread = any(map(is_expert, flat.names))
         if flat.names in indices:
-            at = max(at, indices[flat.names] + len(flats) - len(indices) + 1)
+            position = max(position, indices[flat.names] + len(flats) - len(indices) + 1)
         elif is_same_tp_rank or spread:
-            flats.insert(at, replace(flat, ranks=holders if spread else None))
-            at += 1
-    whole.flats = tuple(flats)
-    known = [group.members for group in whole.groups] or [()] * len(part.groups)
-    whole.groups = tuple(
+            flats.insert(position, replace(flat, ranks=holders if spread else None))
+            position += 1
+    target.flats = tuple(flats)
+    members_by_group = [group.members for group in target.groups] or [()] * len(source.groups)
+    target.groups = tuple(
         GroupInfo(
             members + tuple(member for member in group.members if is_same_tp_rank or is_expert(member.name)),
             drop_labels(group.hyper),
         )
-        for members, group in zip(known, part.groups, strict=True)
+        for members, group in zip(members_by_group, source.groups, strict=True)
     )
 
 
@@ -139,8 +139,8 @@ def _name_part(
 ) -> NamedOptimizer:
     """Name the parameters of one file's optimizer."""
     header, optim = save.models[mp][0], file.optim or save.optim(mp)
-    known = {strip_compiled(name) for group in live or () for name, _ in group}
-    tensors = {name: (header, piece) for name, piece in read_module(save, header, known).items()}
+    live_names = {strip_compiled(name) for group in live or () for name, _ in group}
+    tensors = {name: (header, piece) for name, piece in read_module(save, header, live_names).items()}
     sharing = experts.list_sharing(save, mp)
     for (_, _, holder), expert in experts.files.items():
         if holder in sharing:
@@ -169,7 +169,7 @@ def _find_fused(layers: Mapping[str, Placement], ep: int, shapes: Mapping[str, S
 def _pick_live(
     save: Save, live: GroupNames, fused: Collection[str], shapes: Mapping[str, Shape], saved: int
 ) -> GroupNames:
-    """Return the live groups as a rank of the saved run had them, with experts fused."""
+    """Reduce live groups to one saved rank's parameters, with experts fused."""
     picked: list[list[tuple[str, bool]]] = []
     for group in live:
         names: dict[str, bool] = {}
@@ -183,7 +183,7 @@ def _pick_live(
 
 
 def _assign(experts: ExpertFiles, save: Save, live: GroupNames, ep: int, order: ModuleOrder | None) -> list[GroupNames]:
-    """Divide live groups of ``ep`` ranks among the saved expert-parallel ranks.
+    """Divide live groups (of ``ep`` live ranks) among saved expert-parallel ranks.
 
     Raises:
         MismatchError: the files do not record which rank had which experts.
@@ -203,8 +203,8 @@ def _assign(experts: ExpertFiles, save: Save, live: GroupNames, ep: int, order: 
     for group in live:
         owned = dict(group)
         try:
-            kept = order is None or order.keeps_module_order(group)
-            parts = assign_experts(list(owned), len(assigned), ep, ordered=kept)
+            is_in_order = order is None or order.keeps_module_order(group)
+            parts = assign_experts(list(owned), len(assigned), ep, ordered=is_in_order)
         except ValueError as error:
             raise MismatchError(
                 f"{error}. Stage 0 saves no parameter names: give the optimizer "
