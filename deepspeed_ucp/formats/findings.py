@@ -78,7 +78,7 @@ class Finding:
 
 
 def from_error(folder: str, error: UcpError) -> list[Finding]:
-    """Return the findings of an error, else a finding per line of its text."""
+    """Convert an error to findings: those that it carries, else one per line of text."""
     if error.findings:
         return list(error.findings)
     kinds = (kind for kind, error_class in _ERRORS.items() if isinstance(error, error_class))
@@ -88,13 +88,13 @@ def from_error(folder: str, error: UcpError) -> list[Finding]:
 
 
 def from_failure(kind: str, file: str, error: UcpError) -> Finding:
-    """Return the finding for a file's error, of ``kind`` or ``read`` (out of reach)."""
+    """Convert a file's error to a fault of ``kind``, or ``read`` if out of reach."""
     kind, cause = "read" if isinstance(error, OutOfReachError) else kind, "crc" * isinstance(error, ChecksumError)
     return Finding(kind, file, str(error), cause=cause)
 
 
 def make_error(findings: Iterable[Finding]) -> UcpError | None:
-    """Return all faults as one error, OutOfReachError if one is; None without faults."""
+    """Combine faults to one error, OutOfReachError if a file is; None without faults."""
     faults = [finding for finding in findings if finding.severity == FAULT]
     if not faults:
         return None
@@ -137,10 +137,9 @@ def sort_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 @contextmanager
 def explain_form(path: str, field: str = "", value: Any = None) -> Iterator[None]:
-    """Convert errors of the block to errors that name file, field and value.
+    """Convert unexpected exceptions of the block to UnsupportedError about the file.
 
-    Args:
-        field: key of the value in the file.
+    UcpErrors pass, an OSError becomes a read error. The message quotes ``value`` of ``field``, a key in the file.
     """
     try:
         yield

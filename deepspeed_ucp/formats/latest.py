@@ -84,7 +84,7 @@ def read_tag(path: str) -> str:
 
 
 def read_latest(load_dir: str, *, universal: bool = False, foreign: bool = False) -> str | None:
-    """Read the tag to resume from ``latest`` or a similar file; None without tags.
+    """Return the tag that ``latest`` or a similar file names; None without tags.
 
     Args:
         load_dir: folder of all tags, or of one tag (:func:`find_folder`).
@@ -287,7 +287,7 @@ def find_checkpoint(path: str) -> str:
 
 
 def leads_to_folder(path: str) -> bool:
-    """Return True if a path leads to a folder."""
+    """Return True for a folder, also at the end of links or in an object store."""
     try:
         return is_folder(path)
     except OSError as error:
@@ -345,27 +345,26 @@ def find_newest(load_dir: str) -> str | None:
 def list_older(places: Sequence[str], tag: str) -> list[str]:
     """Return a tag and all older tags, newest first.
 
-    Args:
-        places: folders of all tags. The earliest time of a tag's copies counts.
+    ``places``: folders of all tags. The earliest time of a tag's copies counts.
     """
-    above = os.path.dirname(tag)
-    ages = _find_ages(places, above)
+    parent = os.path.dirname(tag)
+    ages = _find_ages(places, parent)
     newest = ages.pop(os.path.basename(tag), Age())
     older = [name for name, age in ages.items() if age.may_precede(newest)]
-    return [tag, *(os.path.join(above, name) for name in sorted(older, key=ages.__getitem__, reverse=True))]
+    return [tag, *(os.path.join(parent, name) for name in sorted(older, key=ages.__getitem__, reverse=True))]
 
 
-def _find_ages(places: Sequence[str], above: str = "") -> dict[str, Age]:
-    """Return the ages of all tags in the folder ``above`` of some places."""
+def _find_ages(places: Sequence[str], parent: str = "") -> dict[str, Age]:
+    """Return the ages of all tags below ``parent``, a path relative to each place."""
     folders = defaultdict[str, list[str]](list)
     for place in places:
-        for name in find_tags(os.path.join(place, above)):
-            folders[name].append(os.path.join(place, above, name))
+        for name in find_tags(os.path.join(place, parent)):
+            folders[name].append(os.path.join(place, parent, name))
     return {name: try_find_age(copies) for name, copies in folders.items()}
 
 
 def try_find_age(folders: Sequence[str]) -> Age:
-    """Return a tag's age; unknown if its ``ucp_published.json`` has a fault."""
+    """Return a tag's age, or an unknown one if ``ucp_published.json`` has a fault."""
     try:
         return find_age(folders)
     except OutOfReachError:

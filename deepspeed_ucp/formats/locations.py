@@ -38,7 +38,7 @@ Entries = Mapping[str, Entry]
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """Files that ranks see, by place; ``host`` is the machine of the first rank."""
+    """The files that some ranks see, by place; ``host``: machine of the first of them."""
 
     host: str
     places: tuple[Entries, ...]
@@ -90,7 +90,7 @@ class FileTable:
         return replace(self, entries=entries, visible=tuple(visible), access=self.find_access([*entries]))
 
     def path(self, name: str, size: int | None = None) -> str:
-        """Return a file's first path (of ``size`` bytes); default: in the first place."""
+        """Return the path of this rank's first copy (of ``size`` bytes), else in place 0."""
         paths = (path for path, nbytes in self.list_copies(name).items() if size in (None, nbytes))
         return next(paths, join_path(self.folder, name))
 
@@ -205,10 +205,9 @@ def list_files(folder: str, comm: Comm) -> FileTable:
 
 
 def are_places_alike(table: FileTable, crcs: Mapping[str, int | None]) -> bool:
-    """Return True if all ranks see one save, and further places hold only its files.
+    """Return True if further places have equal copies only, which all ranks see.
 
-    Args:
-        crcs: file name → CRC32 of the zip directory.
+    False without further places. ``crcs``: file name → CRC32 of the zip directory.
     """
     first, *others = zip(table.folders, table.visible, strict=True)
     for folder, entries in others:
@@ -270,7 +269,7 @@ def _digest_listings(listings: Sequence[Entries], pick: Callable[[Entry], object
 
 
 def _get_version(entry: Entry) -> tuple[int, float]:
-    """Return bytes and time of change; the time of a folder is irrelevant."""
+    """Return bytes and time of change (0 for a folder), which identify a version."""
     return entry.size, 0.0 if entry.is_folder else entry.changed
 
 
@@ -283,8 +282,7 @@ def _is_one_save(table: FileTable, views: Sequence[bytes], comm: Comm) -> bool:
     A shared file system may report different times to each machine; local files may be of one save or of two. The ranks
     of a view take turns.
 
-    Args:
-        views: digest of the listing by rank.
+    ``views``: digest of the listing by rank.
     """
     among = [rank for rank, view in enumerate(views) if view == views[comm.rank]]
     turn, turns = among.index(comm.rank), min(Counter(views).values())
@@ -319,6 +317,7 @@ def sum_file(path: str, size: int) -> int:
 
 
 def _try_sum(path: str) -> int | None:
+    """Return the CRC32 of a file's zip directory; None without a readable one."""
     try:
         return sum_directory(path)
     except UcpError:
@@ -404,7 +403,7 @@ def _prefer_local(copies: Sequence[Copy]) -> Sequence[Copy]:
 
 
 def _list_to_compare(copies: Sequence[Copy]) -> list[Copy]:
-    """Return the copy in use and those of equal size and another time."""
+    """Return the copy in use and those of its size and another time; [] without these."""
     home = copies[0]
     unsure = [copy for copy in _prefer_local(copies) if copy.size == home.size and copy.changed != home.changed]
     return [home, *unsure] if unsure and home.size >= 0 else []

@@ -71,8 +71,8 @@ class FolderReport:
 
     def log_warnings(self, *, weights_only: bool = False) -> None:
         """Log the warnings; for weights alone, without those about unsaved state."""
-        passed = ("unsaved",) if weights_only else ()
-        warnings = [finding for finding in self.findings if finding.severity == WARNING and finding.kind not in passed]
+        skipped = ("unsaved",) if weights_only else ()
+        warnings = [finding for finding in self.findings if finding.severity == WARNING and finding.kind not in skipped]
         if earlier := _list_stale_files(warnings):
             logger.warning("%s: ignoring files of an earlier save: %s", self.folder, shorten(earlier))
         for finding in fold_findings(warnings):
@@ -132,8 +132,7 @@ def survey_files(where: FileTable, comm: Comm, naming: Naming | None = None) -> 
 def read_saved_job(folder: str, also: Sequence[str] = ()) -> SavedJob:
     """Read the saved job from a model-states file or a foreign checkpoint's headers.
 
-    Args:
-        also: the same folder in further places.
+    ``also``: the same folder in further places.
     """
     where = find_files([folder, *also], Comm())
     entries = where.entries
@@ -177,11 +176,11 @@ def seal_folder(folder: str, comm: Comm, *, local: bool = False) -> None:
     where = find_files([folder], comm) if local else list_files(folder, comm)
     save, findings = gather_save(where, comm)
 
-    def check() -> list[FileHeader]:
+    def require_headers() -> list[FileHeader]:
         raise_first([make_error(findings)])
         return save.headers if save else []
 
-    headers = comm.run(check)
+    headers = comm.run(require_headers)
     swaps = {header.name: header.size for header in headers if header.swap}
     crcs = where.share(list(swaps), lambda name: sum_file(where.path(name), swaps[name]), comm)
     sums = dict(zip(swaps, crcs, strict=True))
@@ -200,7 +199,7 @@ def _list_stale_files(findings: Iterable[Finding]) -> list[str]:
 def _survey_normal(
     where: FileTable, comm: Comm, naming: Naming
 ) -> tuple[AtomicIndex | None, list[Finding], list[SaveExtension]]:
-    """Return a normal checkpoint's index, findings and special cases (collective)."""
+    """Return a DeepSpeed save's index, findings and active extensions (collective)."""
     save, findings = gather_save(where, comm)
     if naming.weights_only and make_error(findings) is not None and not where.access.is_partial:
         save, findings = _gather_weights_only(where, comm) or (save, findings)
@@ -220,7 +219,7 @@ def _survey_normal(
 
 
 def _gather_weights_only(where: FileTable, comm: Comm) -> tuple[Save, list[Finding]] | None:
-    """Return the save without optimizer files, if it has all weights (collective)."""
+    """Gather a save without optimizer files; None if it has other faults (collective)."""
     if not any(map(holds_optimizer, where.entries)):
         return None
     save, findings = gather_save(where.choose(lambda name: not holds_optimizer(name)), comm)
@@ -231,7 +230,7 @@ def _gather_weights_only(where: FileTable, comm: Comm) -> tuple[Save, list[Findi
 
 
 def _build(save: Save, naming: Naming) -> tuple[AtomicIndex | None, list[Finding]]:
-    """Build the index, and findings for unnamed optimizer states, which it omits."""
+    """Build the index without unnamed optimizer states; return faults as findings."""
     folder, unnamed = save.folder, list[Finding]()
     try:
         try:

@@ -421,7 +421,7 @@ class Builder:
         return elementwise
 
     def add_scalars(self, param: ParamKey, scalars: dict[str, Any], header: FileHeader) -> None:
-        """Add a parameter's scalars. Different steps raise; other differences are irregular."""
+        """Add a parameter's scalars; refuse a differing step, record other differences."""
         known = self.scalars.get(param)
         if not known:  # ranks without states of the parameter have no scalars
             self.scalars[param] = scalars

@@ -245,7 +245,7 @@ ROLES = {
 
 
 def sort_names(folder: str, names: Collection[str]) -> tuple[dict[str, dict[Key, str]], dict[str, str]]:
-    """Sort the files of a save by role.
+    """Sort the files of a save by role; raise if there are no model states.
 
     Returns:
         role → key → file, and each file that is not read → the file with the same content that is read.
@@ -314,7 +314,7 @@ def read_model_rank(name: str) -> int | None:
 
 
 def read_shard_ranks(name: str) -> tuple[int, int] | None:
-    """Parse the (model-parallel, data-parallel) ranks in a file's name; else None."""
+    """Parse the (model, data) ranks of optimizer or ZeRO-3 model states; else None."""
     if match := _OPTIM.fullmatch(strip_writer(name)):
         return int(match[3]), int(match[2])
     match = _MODEL_ZERO3.fullmatch(strip_writer(name))

@@ -371,7 +371,7 @@ def find_late_files(folder: str, entries: Mapping[str, Entry], used: Sequence[st
 
 
 def _find_gap(folder: str, times: Sequence[tuple[float, str]], slack: float) -> Finding | None:
-    """Find one gap above ``slack`` and twice all other time, as between two saves."""
+    """Warn of one gap of more than ``slack`` and twice the remaining time span."""
     gap, at = max((after[0] - before[0], at) for at, (before, after) in enumerate(pairwise(times), 1))
     rest = times[-1][0] - times[0][0] - gap
     if gap <= max(slack, 2 * rest):
@@ -386,7 +386,7 @@ def _find_gap(folder: str, times: Sequence[tuple[float, str]], slack: float) -> 
 
 
 def _find_unfinished(folder: str, times: Sequence[tuple[float, str]], slack: float) -> list[Finding]:
-    """Find files on both sides of ``latest``, a save's last file; or newer weights."""
+    """Warn of files written before and after ``latest``, else of newer weights."""
     parent, tag = os.path.split(normalize(find_tag_folder(folder)))
     path = os.path.join(parent, LATEST)
     try:
@@ -407,7 +407,7 @@ def _find_unfinished(folder: str, times: Sequence[tuple[float, str]], slack: flo
 
 
 def _find_newer(folder: str, written: float, slack: float) -> list[Finding]:
-    """Find a trainer's weights in the parent folder, saved after the time ``written``."""
+    """Warn of a trainer's weights in the parent folder, saved after ``written``."""
     entries = scan_if_there(os.path.dirname(normalize(find_tag_folder(folder))))
     late = sorted(name for name, entry in entries.items() if entry.changed > written + slack)
     weights = [name for name in late if find_format([name]) in (SAFETENSORS, STATE_DICT, ADAPTER)]

@@ -79,7 +79,7 @@ class TensorStates:
     single: dict[str, Any] = field(default_factory=dict)
 
     def as_zero_dim(self) -> TensorStates:
-        """Return a 0-dim parameter's states, which look like scalars; ``step`` stays one."""
+        """Return a 0-dim parameter's states: 0-dim scalars, except ``step``, are states."""
         states = {name: piece for name, piece in self.zero_dim.items() if name != "step"}
         scalars = {name: value for name, value in self.scalars.items() if name not in states}
         return replace(self, states={**self.states, **states}, scalars=scalars)
@@ -151,6 +151,7 @@ class ModelHeader:
         degrees: (pipeline, tensor) parallel degrees; None in older releases.
         hints: as in :class:`~deepspeed_ucp.model.index.AtomicIndex`.
         client_storages: storages of the client's tensors.
+        facts: values that extensions read.
         batch: batch sizes in its ds_config, by DeepSpeed's names.
         helpers: as in :class:`~deepspeed_ucp.model.index.AtomicIndex`.
         shard_size: ranks over which MiCS partitions, of which only the first group saves; 0 without MiCS.
@@ -257,7 +258,7 @@ def _pack_integers(numbers: Collection[int]) -> bytes:
 
 
 class HeaderTemplate:
-    """Common content of headers that differ only in piece numbers and variables.
+    """Common content of headers that differ in :data:`PIECE` and :data:`_Variables`.
 
     Attributes:
         header: one of these headers, of an optimizer's file or a state_dict.
@@ -312,7 +313,7 @@ class HeaderTemplate:
         return self.header.require_optim()
 
     def list_states(self, tensor: int) -> range:
-        """Return the numbers of a tensor's pieces."""
+        """Return the indices of the pieces of a tensor's states."""
         return range(self.starts[tensor], self.starts[tensor + 1])
 
     def make_piece(self, number: int, encoded: bytes) -> Piece:

@@ -126,6 +126,7 @@ def make_index(
 
 
 def _find_unnoticed(save: Save, topology: Topology) -> Iterator[str]:
+    """Yield parts that DeepSpeed's own load would miss or misread."""
     writers = save.main.config.get(WRITERS, ())
     yield from (f"files of another writer than torch.save ({name})" for name in writers)
     if topology.traits.form is Form.RESERVED and save.model(0).counters.get("dp_world_size", 0) > topology.dp:
@@ -209,7 +210,7 @@ def _list_sliced_bases(model: ModelHeader) -> list[str]:
 
 
 def _find_lost_states(save: Save, atoms: Mapping[AtomKey, Atom]) -> dict[AtomKey, str]:
-    """Return the parameters whose optimizer states are in no file, with the reason."""
+    """Return the reason why optimizer states are in no file, by atom ``moments``."""
     options, reason = save.zero.get("offload_optimizer"), ""
     ratio = options.get("ratio", 1) if isinstance(options, dict) else 1
     if describe_offload(save.zero).startswith("superoffload/"):

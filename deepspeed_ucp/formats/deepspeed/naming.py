@@ -67,7 +67,7 @@ class Naming:
     ep: int = 0
 
     def use_saved_names(self, save: Save) -> Naming:
-        """Return the naming with the files' names; ties get the name in the optimizer."""
+        """Return the naming with the save's names: rename rules and ties are applied."""
         live = {strip_compiled(name) for group in self.live or () for name, _ in group}
         old = self.rename(_list_saved_names(save), live) if live else {}
         old = {name: old.get(name, name) for name in {*live, *self.order}}
@@ -279,8 +279,7 @@ _LAST = (1 << 62, 0)
 def number_names(names: Iterable[str], unit: Callable[[str], int] = lambda _: 0) -> dict[str, Position]:
     """Number names in their order.
 
-    Args:
-        unit: returns the number of a name's unit; default: all are in unit 0.
+    ``unit`` returns the number of a name's unit; default: all are in unit 0.
     """
     positions: dict[str, Position] = {}
     for index, name in enumerate(names):
@@ -396,10 +395,9 @@ def compare_modules(
     unit: Callable[[str], int] = lambda _: 0,
     apart: str = "",
 ) -> ModuleOrder:
-    """Compare the order of the live module with the saved module.
+    """Return the orders of the parameters in the live and in the saved module.
 
-    Args:
-        further: the saved module's tensors in other files.
+    ``further``: the saved module's tensors in other files; ``unit``: as in :func:`number_names`.
     """
     tensors = read_module(save, save.main, naming.order) | dict(further or {})
     before, live = number_names(map(form, tensors), unit), naming.order
@@ -419,7 +417,7 @@ def compare_modules(
 
 
 def compare_layers(save: Save, naming: Naming, shapes: Mapping[str, Shape]) -> ModuleOrder:
-    """Compare the orders in a pipeline's layers; ``shapes`` are in the files' order."""
+    """Return the orders in a pipeline's layers; ``shapes`` are in the files' order."""
     owners: dict[str, int] = {}
     before = number_names(shapes, lambda name: owners.setdefault(find_owner(name), len(owners)))
     now = number_names(naming.order.values(), lambda name: owners.get(find_owner(name), -1))

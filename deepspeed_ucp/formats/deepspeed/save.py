@@ -108,6 +108,7 @@ class Save:
 
     @property
     def zero(self) -> dict[str, Any]:
+        """Section ``zero_optimization`` of the ds_config, or an empty dict."""
         return self.main.config.get("zero_optimization") or {}
 
     @property
@@ -289,7 +290,7 @@ Comparison = tuple[Iterable[FileHeader], str, Callable[[FileHeader], Any], str]
 
 
 def read_marks(tree: Mapping[Any, Any], writer: str) -> dict[str, str]:
-    """Return the marks of a state file, each a few bytes.
+    """Return a file's marks, short hashes of values that all files of a save share.
 
     Args:
         writer: form of the archive, which differs between torch releases and DeepSpeed's writers.
@@ -417,6 +418,7 @@ def read_step(header: FileHeader) -> Any:
 def _find_outliers(
     save: Save, headers: Iterable[FileHeader], label: str, read: Callable[[FileHeader], Any], severity: str
 ) -> Iterator[Finding]:
+    """Yield a finding for each header whose value differs from the most frequent one."""
     alike: list[tuple[Any, list[FileHeader]]] = []
     headers = list(headers)
     values = list(map(read, headers))

@@ -114,8 +114,7 @@ def read_seal(path: str) -> Seal:
 def write_seal(folder: str, headers: Iterable[FileHeader], hosts: Mapping[str, list[str]] | None = None) -> None:
     """Write the seal of a save in ``folder`` atomically.
 
-    Args:
-        hosts: names of the files of each machine, unless every machine has all.
+    ``hosts``: names of the files of each machine, unless every machine has all.
     """
     files = {header.name: SealedFile(size=header.size, crc=header.crc or 0) for header in headers}
     write_small(os.path.join(folder, SEAL), Seal(files=files, hosts=dict(hosts or {})).dump())

@@ -125,6 +125,7 @@ def _lay_out(
 
     Args:
         shard: file of the first of these ranks.
+        owner: param group of a sub-group of ZeRO 3.
         parts, partition: as of :func:`_measure_partitions`.
     """
     optim, sharded = shard.require_optim(), partition is None
@@ -177,7 +178,7 @@ class _BufferAdder:
     Partitions are numbered over all buffers, in their order: partition p belongs to buffer p // buffers[0].parts.
 
     Attributes:
-        shards, batches: see :data:`_Files`; each partition has a rank.
+        shards, batches: see :data:`_Files`; ``shards[p]`` has partition p.
         expected: the slices that each partition of a buffer has below ZeRO 3.
         index: number of the flat buffer in each file.
         buffers: under the whole model's names.
@@ -329,6 +330,7 @@ class _BufferAdder:
         self._store(state, first, batch.parts, records, batch.pick(piece, "start"))
 
     def _store(self, state: str, piece: Piece, parts: Sequence[int], records: array[int], offsets: array[int]) -> None:
+        """Set the record and first byte of some partitions of a state."""
         missing = array("q", [-1]) * len(self.shards)
         dtype, record_numbers, begins = self.columns.setdefault(state, (piece.dtype, missing, missing[:]))
         if dtype != piece.dtype:
@@ -374,9 +376,9 @@ def _keeps_whole_momentum(save: Save, optim: OptimHeader, index: int) -> bool:
 
 
 def _measure_partitions(save: Save, stage: int, index: int, share: GroupShare) -> tuple[int, int | None]:
-    """Return the partitions of a flat buffer, and the elements of one (ZeRO 3: None).
+    """Return a flat buffer's number of partitions, and their size (ZeRO 3: None).
 
-    The elements include padding, which ZeRO 1/2 strip from the masters.
+    The size includes padding, which ZeRO 1/2 strip from the masters.
     """
     optim = save.shard(stage, share.ranks[0]).require_optim()
     padding = optim.paddings[index] if optim.traits.strips_padding and index < len(optim.paddings) else 0

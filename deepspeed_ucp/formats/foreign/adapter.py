@@ -40,14 +40,13 @@ def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]
     return comm.run_replicated(rename), []
 
 
-def find_live_name(name: str, others: Collection[str]) -> str:
+def find_live_name(name: str, names: Collection[str]) -> str:
     """Return the name of a file's tensor in a live model.
 
-    Args:
-        others: all names of the file. A bias without its weight is a bias of the base, trained with the adapter.
+    ``names``: all names of the file. A bias without its weight is a bias of the base, trained with the adapter.
     """
     module, _, end = name.rpartition(".")
-    is_base = end == "bias" and ".lora_" not in name and f"{module}.weight" not in others
+    is_base = end == "bias" and ".lora_" not in name and f"{module}.weight" not in names
     return name if is_base else read_in_file(name, _NAME).live
 
 

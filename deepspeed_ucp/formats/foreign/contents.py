@@ -82,8 +82,7 @@ def read_shape(value: Any) -> Shape:
 def is_number(state: str, shape: Shape, weight: Shape | None) -> bool:
     """Return True if a state is a number: ``step``, or 0-dim unlike its weight.
 
-    Args:
-        weight: shape of the parameter, if known.
+    ``weight``: shape of the parameter, if known.
     """
     return shape == () and (state == "step" or weight != ())
 
@@ -221,6 +220,8 @@ def make_index(contents: Contents, where: FileTable) -> AtomicIndex:
 
 
 class _AtomMaker:
+    """Collector of checked atoms, and of the files and records that hold them."""
+
     def __init__(self, where: FileTable) -> None:
         self.where = where
         self.files: list[FileRef] = []

@@ -97,7 +97,7 @@ class _Interpreter:
         roots = {key[: at.start()] for key in keys for at in islice(_IN_GROUPS.finditer(key), _DEEPEST)}
         matches = ((key, at) for key in keys for at in reversed([*islice(_IN_OPTIMIZER.finditer(key), _DEEPEST)]))
         begins = ((key, key[: at.start()]) for key, at in matches)
-        self.roots = {key: begin for key, begin in begins if begin in roots}  # of several the shortest
+        self.roots = {key: begin for key, begin in begins if begin in roots}  # the shortest prefix of each
         self.names: dict[str, tuple[str, str]] = {}
         self.values: dict[str, tuple[str, str]] = {}
         for named, listed in ((self.names, metadata.tensors), (self.values, metadata.values)):
@@ -309,7 +309,7 @@ class BlockEntry(NamedTuple):
 
 
 def _read_blocks(where: FileTable, comm: Comm) -> tuple[str, Metadata, dict[Key, BlockEntry]]:
-    """Return the first metadata file's name, the joined metadata, and the entry of each of their keys (collective)."""
+    """Return the first metadata file, joined metadata, and block entries (collective)."""
     heads = sorted(name for name in where.entries if holds(DCP, name, heads=True))
     comm.run_replicated(lambda: _check_heads(where, heads))
     metadata = Metadata()

@@ -261,7 +261,7 @@ def is_path(path: str) -> bool:
 
 
 def name_atom_file(key: AtomKey) -> str:
-    """Return an atom's path, for later pipeline stages outside of upstream's folder."""
+    """Return the path of an atom's file; upstream's folder has only instance 0."""
     return f"{f'{ZERO}.{key.instance}' if key.instance else ZERO}/{key.name}/{key.state}.pt"
 
 

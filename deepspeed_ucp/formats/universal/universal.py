@@ -68,8 +68,8 @@ def survey_atomic(where: FileTable, comm: Comm) -> tuple[AtomicIndex | None, lis
     if isinstance(manifest, Finding):
         return None, [manifest], None
     if manifest is None:
-        part = _read_headers(FileTable.of(folder, where.visible[place]), comm)
-        index, notes = comm.run(lambda: _build(part))
+        source = _read_headers(FileTable.of(folder, where.visible[place]), comm)
+        index, notes = comm.run(lambda: _build(source))
         return index, [Finding("dropped", "", f"{folder}: {note}", WARNING) for note in notes], None
     places = [near for near in where.near if near == place or near in others] if others else []
     return *open_conversion(folder, manifest, [where.folders[near] for near in places], comm), manifest
@@ -282,55 +282,55 @@ def _read_param_shapes(save: Save, optim: OptimHeader) -> tuple[dict[str, dict[i
     return shapes, flats
 
 
-def _build(part: UniversalHeaders) -> tuple[AtomicIndex, list[str]]:
+def _build(source: UniversalHeaders) -> tuple[AtomicIndex, list[str]]:
     """Build the index; return it with notes for warnings."""
-    save, builder = part.save, Builder(part.save)
+    save, builder = source.save, Builder(source.save)
     notes: list[str] = []
-    for name in part.shapes:
-        _add_param(builder, part, name)
-    _add_scalars(builder, part, notes)
-    notes += _note_shared_by_stages(part)
-    dropped = _add_rest(builder, part, set(part.shapes), notes)
-    _check_states(part)
+    for name in source.shapes:
+        _add_param(builder, source, name)
+    _add_scalars(builder, source, notes)
+    notes += _note_shared_by_stages(source)
+    dropped = _add_rest(builder, source, set(source.shapes), notes)
+    _check_states(source)
     atoms = builder.finish_atoms()
     masters = [atom.dtype for atom in atoms.values() if atom.state == MASTER]
     topology = Topology(
-        zero_stage=part.optim.stage or int(save.zero.get("stage") or 0),
+        zero_stage=source.optim.stage or int(save.zero.get("stage") or 0),
         wrapper=ATOMIC,
         precision=find_saved_precision(save, atoms),
         master=masters[0] if masters else "float32",
         offload=describe_offload(save.zero),
     )
-    index = make_index(builder, atoms, part.optim, topology, _make_groups(part, notes))
-    index = replace(index, recorded=_read_patterns(part), dropped=dropped, degrees=(save.tp, save.pp))
-    files = {name: part.params.get(name, {}).get(MASTER) for name in part.shapes}
+    index = make_index(builder, atoms, source.optim, topology, _make_groups(source, notes))
+    index = replace(index, recorded=_read_patterns(source), dropped=dropped, degrees=(save.tp, save.pp))
+    files = {name: source.params.get(name, {}).get(MASTER) for name in source.shapes}
     return split(index, {name: file.count for name, file in files.items() if file and file.count}), notes
 
 
-def _add_param(builder: Builder, part: UniversalHeaders, name: str) -> None:
+def _add_param(builder: Builder, source: UniversalHeaders, name: str) -> None:
     """Add the atoms of a parameter, with the fp32 master's shape."""
-    shapes, states = part.shapes[name], part.params.get(name, {})
+    shapes, states = source.shapes[name], source.params.get(name, {})
     master = states.get(MASTER)
     if master is None and not any(count(shape) for shape in shapes.values()):
         nothing = Piece(Record(0, 0, None), 0, shapes[min(shapes)], "float32")
-        builder.add(SavedRank(), name, MASTER, part.save.main, nothing)
+        builder.add(SavedRank(), name, MASTER, source.save.main, nothing)
         return
     if master is None or master.piece is None:
         file = f"zero/{name}/{MASTER}.pt"
-        error = _make_missing_error(part.save.folder, f"{file}, although {part.save.main.name} lists the parameter")
+        error = _make_missing_error(source.save.folder, f"{file}, although {source.save.main.name} lists the parameter")
         raise CheckpointError(str(error), findings=[Finding("missing", file, str(error))])
-    shape = _find_shape(part, master, master.piece, shapes)
+    shape = _find_shape(source, master, master.piece, shapes)
     for state, header in states.items():
         if state == _STEP:
             continue
         if header.piece is None or header.piece.shape != master.piece.shape:
             shape_there = header.piece.shape if header.piece else "a number"
             text = f"holds {shape_there}, {MASTER}.pt {master.piece.shape}. The file is of another run."
-            raise CheckpointError(text, path=f"{part.save.folder}/{header.file.name}")
+            raise CheckpointError(text, path=f"{source.save.folder}/{header.file.name}")
         builder.add(SavedRank(), name, state, header.file, replace(header.piece, shape=shape))
 
 
-def _find_shape(part: UniversalHeaders, header: ParamHeader, piece: Piece, shapes: Mapping[int, Shape]) -> Shape:
+def _find_shape(source: UniversalHeaders, header: ParamHeader, piece: Piece, shapes: Mapping[int, Shape]) -> Shape:
     """Return a parameter's logical shape.
 
     The converter writes tensors of stage 3 without tensor parallelism flat, and vocabularies without padding.
@@ -338,85 +338,85 @@ def _find_shape(part: UniversalHeaders, header: ParamHeader, piece: Piece, shape
     local = shapes[min(shapes)]
     has_same_rows = len(piece.shape) == len(local) and piece.shape[1:] == local[1:]
     may_differ = header.count or (header.keys.get(VOCABULARY) and piece.shape < local)
-    if part.save.tp > 1 or piece.shape == local or (has_same_rows and may_differ):
+    if source.save.tp > 1 or piece.shape == local or (has_same_rows and may_differ):
         return piece.shape
     if piece.shape == (count(local),):
         return local
-    text = f"has shape {piece.shape}, {part.save.main.name} says {local}. The file belongs to another run."
-    raise CheckpointError(text, path=f"{part.save.folder}/{header.file.name}")
+    text = f"has shape {piece.shape}, {source.save.main.name} says {local}. The file belongs to another run."
+    raise CheckpointError(text, path=f"{source.save.folder}/{header.file.name}")
 
 
-def _check_states(part: UniversalHeaders) -> None:
+def _check_states(source: UniversalHeaders) -> None:
     """Check that the parameters of a flat buffer have the same state names.
 
     A group without gradients has no states. No parameter that the model states do not list may have states.
     """
     groups = defaultdict[int | None, list[str]](list)
-    for name, flat in part.flats.items():
-        if any(map(count, part.shapes[name].values())):
+    for name, flat in source.flats.items():
+        if any(map(count, source.shapes[name].values())):
             groups[flat].append(name)
     for names in groups.values():
-        everything = sorted(set().union(*(part.params.get(name, {}) for name in names)))
-        pairs = ((name, state) for name in names for state in everything if state not in part.params.get(name, {}))
+        everything = sorted(set().union(*(source.params.get(name, {}) for name in names)))
+        pairs = ((name, state) for name in names for state in everything if state not in source.params.get(name, {}))
         if lacking := [f"{name}/{state}.pt" for name, state in pairs]:
             text = f"{shorten(lacking)}, although other parameters of the same group have such files"
-            raise _make_missing_error(f"{part.save.folder}/zero", text)
-    strangers = [name for name, states in part.params.items() if set(states) - {MASTER} and name not in part.shapes]
+            raise _make_missing_error(f"{source.save.folder}/zero", text)
+    strangers = [name for name, states in source.params.items() if set(states) - {MASTER} and name not in source.shapes]
     if strangers:
         raise CheckpointError(
-            f"{shorten(strangers)} have optimizer states, but {part.save.main.name} does not list them. The folder "
+            f"{shorten(strangers)} have optimizer states, but {source.save.main.name} does not list them. The folder "
             "holds the files of two runs; convert into a new folder.",
-            path=f"{part.save.folder}/zero",
+            path=f"{source.save.folder}/zero",
         )
 
 
-def _add_scalars(builder: Builder, part: UniversalHeaders, notes: list[str]) -> None:
+def _add_scalars(builder: Builder, source: UniversalHeaders, notes: list[str]) -> None:
     """Add the optimizer's scalars from files or (stage 3) from rank 0's states.
 
     If there are none, take the step from the counters, with a note.
     """
-    trained = [name for name in part.shapes if set(part.params.get(name, {})) - {MASTER}]
+    trained = [name for name in source.shapes if set(source.params.get(name, {})) - {MASTER}]
     for name in trained:
-        if part.save.is_sharded:
-            _add_zero3_scalars(builder, part, name, part.flats[name] or 0)
-        elif header := part.params[name].get(_STEP):
+        if source.save.is_sharded:
+            _add_zero3_scalars(builder, source, name, source.flats[name] or 0)
+        elif header := source.params[name].get(_STEP):
             if header.value is None:
                 builder.irregular.setdefault(AtomKey(name, _STEP), "a tensor of several elements")
             else:
                 builder.add_scalars(ParamKey(name), {_STEP: header.value}, header.file)
                 if header.dtype:
                     builder.scalar_dtypes.setdefault(_STEP, header.dtype)
-    if trained and not builder.scalars and not any(_STEP in hyper for hyper in part.optim.groups):
-        counters = part.save.model(0).counters
+    if trained and not builder.scalars and not any(_STEP in hyper for hyper in source.optim.groups):
+        counters = source.save.model(0).counters
         step = int(counters.get("global_steps", 0)) - int(counters.get("skipped_steps", 0))
         builder.scalars.update({ParamKey(name): {_STEP: step} for name in trained})
         notes.append(f"the converter kept no step of the optimizer; the step {step} of the counters is used")
 
 
-def _add_zero3_scalars(builder: Builder, part: UniversalHeaders, name: str, flat: int) -> None:
+def _add_zero3_scalars(builder: Builder, source: UniversalHeaders, name: str, flat: int) -> None:
     """Add a parameter's scalars from its sub-group in rank 0's states."""
-    tensors = part.optim.tensors
+    tensors = source.optim.tensors
     if flat >= len(tensors):
         raise CheckpointError(
-            f"has states of {len(tensors)} sub-groups, {part.save.main.name} says more. The file belongs to another "
+            f"has states of {len(tensors)} sub-groups, {source.save.main.name} says more. The file belongs to another "
             "run.",
-            path=f"{part.save.folder}/zero/optimizer_state.pt",
+            path=f"{source.save.folder}/zero/optimizer_state.pt",
         )
     tensor = tensors[flat]
-    builder.add_scalars(ParamKey(name), dict(tensor.scalars), part.save.main)
+    builder.add_scalars(ParamKey(name), dict(tensor.scalars), source.save.main)
     for scalar, piece in tensor.zero_dim.items():
         builder.scalar_dtypes.setdefault(scalar, piece.dtype)
     for state, kind in tensor.other.items():
         builder.irregular.setdefault(AtomKey(name, state), kind)
 
 
-def _add_rest(builder: Builder, part: UniversalHeaders, optimized: set[str], notes: list[str]) -> str:
+def _add_rest(builder: Builder, source: UniversalHeaders, optimized: set[str], notes: list[str]) -> str:
     """Add buffers, frozen parameters and ties that the model states hold whole.
 
     Returns:
         Why some may be missing; empty if all are there.
     """
-    save = part.save
+    save = source.save
     if not save.is_pipeline and save.tp == save.pp == 1:
         if save.is_sharded:
             add_frozen_zero3(builder, SavedRank(), save.models[0], optimized)
@@ -427,7 +427,7 @@ def _add_rest(builder: Builder, part: UniversalHeaders, optimized: set[str], not
         dropped = "DeepSpeed's ds_to_universal does not keep a pipeline's buffers and frozen parameters"
         notes.append(f"{dropped}; a load leaves them as the new model has them")
         return dropped
-    missing = _add_replicas(builder, part, optimized | set(builder.aliases))
+    missing = _add_replicas(builder, source, optimized | set(builder.aliases))
     if not missing:
         return ""
     dropped = "DeepSpeed's ds_to_universal does not unite the tensor-parallel shards of frozen parameters and buffers"
@@ -435,34 +435,34 @@ def _add_rest(builder: Builder, part: UniversalHeaders, optimized: set[str], not
     return dropped
 
 
-def _add_replicas(builder: Builder, part: UniversalHeaders, others: set[str]) -> list[str]:
+def _add_replicas(builder: Builder, source: UniversalHeaders, others: set[str]) -> list[str]:
     """Add buffers whose checksums are equal on all tensor-parallel ranks.
 
     Returns:
         The names of the frozen parameters and buffers that are not added.
     """
-    ranks = [part.save.model(tp).module or {} for tp in range(part.save.tp)]
-    buffers = set(part.save.model(0).buffers)
-    frozen = chain.from_iterable(part.save.model(tp).frozen_shapes for tp in range(part.save.tp))
+    ranks = [source.save.model(tp).module or {} for tp in range(source.save.tp)]
+    buffers = set(source.save.model(0).buffers)
+    frozen = chain.from_iterable(source.save.model(tp).frozen_shapes for tp in range(source.save.tp))
     missing = [name for name in dict.fromkeys(frozen) if name not in others]
     for name in dict.fromkeys(chain(*ranks)):
-        if name in others or (part.save.is_sharded and name not in buffers):
+        if name in others or (source.save.is_sharded and name not in buffers):
             continue
         pieces = [rank[name] for rank in ranks if name in rank]
         if name in buffers and len(pieces) == len(ranks) and are_alike(piece.contents for piece in pieces):
-            builder.add(SavedRank(), name, MODULE, part.save.main, pieces[0])
+            builder.add(SavedRank(), name, MODULE, source.save.main, pieces[0])
         elif name not in missing:
             missing.append(name)
     return missing
 
 
-def _note_shared_by_stages(part: UniversalHeaders) -> list[str]:
+def _note_shared_by_stages(source: UniversalHeaders) -> list[str]:
     """Return a note on parameters of several pipeline stages, or no note.
 
     The converter keeps one stage's files; which one is arbitrary. Parameters that the checkpoint declares equal on all
     stages are excluded.
     """
-    save = part.save
+    save = source.save
     stages = Counter(name for stage in range(save.pp) for name in save.model(stage * save.tp).owned)
     shared: tuple[Any, ...] = ()
     with suppress(MismatchError):
@@ -472,11 +472,11 @@ def _note_shared_by_stages(part: UniversalHeaders) -> list[str]:
     return [f"{text}: {shorten(copies)}"] if copies else []
 
 
-def _make_groups(part: UniversalHeaders, notes: list[str]) -> tuple[GroupInfo, ...]:
+def _make_groups(source: UniversalHeaders, notes: list[str]) -> tuple[GroupInfo, ...]:
     """Return param groups with parameters; empty if those of pipeline stages differ."""
-    hypers = part.optim.groups
-    most = 0 if part.save.is_sharded else max(len(model.param_shapes or ()) for model in part.save.first_models)
-    if max(len(hypers), most) > 1 and None in part.flats.values():
+    hypers = source.optim.groups
+    most = 0 if source.save.is_sharded else max(len(model.param_shapes or ()) for model in source.save.first_models)
+    if max(len(hypers), most) > 1 and None in source.flats.values():
         differing = sorted({key for hyper in hypers for key in hyper if any(o.get(key) != hyper[key] for o in hypers)})
         known = f"the saved groups differ in {shorten(differing) or 'nothing'}" if hypers[1:] else "it has one group"
         notes.append(
@@ -484,18 +484,18 @@ def _make_groups(part: UniversalHeaders, notes: list[str]) -> tuple[GroupInfo, .
             f"hyper-parameters of this run are kept ({known})"
         )
         return ()
-    owners = part.optim.owners
+    owners = source.optim.owners
     members: list[list[ParamKey]] = [[] for _ in hypers]
-    for name, index in part.flats.items():
+    for name, index in source.flats.items():
         members[0 if index is None or index >= len(owners) else owners[index]].append(ParamKey(name))
     return tuple(GroupInfo(tuple(names), hyper) for names, hyper in zip(members, hypers, strict=True))
 
 
-def _read_patterns(part: UniversalHeaders) -> dict[str, dict[str, Any]]:
+def _read_patterns(source: UniversalHeaders) -> dict[str, dict[str, Any]]:
     """Return by parameter the pattern by which the converter joined its shards."""
     patterns = dict[str, dict[str, Any]]()
-    for name in part.shapes if part.save.tp > 1 else ():
-        master = part.params.get(name, {}).get(MASTER)
+    for name in source.shapes if source.save.tp > 1 else ():
+        master = source.params.get(name, {}).get(MASTER)
         if master and master.piece and (pattern := read_keys(master.keys, master.piece.shape)):
             patterns[name] = record_pattern(pattern)
     return patterns
