@@ -201,8 +201,19 @@ def _read_zip(path: str, stream: ReadStream) -> tuple[Pickled, FileRecords]:
     return read_pickle(read_record(stream, listed, PICKLE), path), listed
 
 
+class _Front(io.BufferedReader):
+    """The beginning of a file. A read allocates at most as many bytes as it has, whatever a pickle declares."""
+
+    def __init__(self, file: FilePart) -> None:
+        super().__init__(file, _FRONT)
+        self._size = file.size
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        return super().read(min(size or 0, self._size))
+
+
 def _read_legacy(path: str, stream: ReadStream) -> tuple[Pickled, FileRecords]:
-    front = io.BufferedReader(FilePart(stream, 0, min(stream.size, _MOST_FRONT)), _FRONT)
+    front = _Front(FilePart(stream, 0, min(stream.size, _MOST_FRONT)))
     pickled, keys = _read_front(front, path)
     end = front.tell()
     records = {LEGACY: Record(0, end, None), **_find_storages(path, stream, pickled, keys, end)}

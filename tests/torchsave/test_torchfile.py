@@ -160,6 +160,18 @@ def test_repeated_ends_of_several_ranks_are_ignored(
             read_header(str(path))
 
 
+@pytest.mark.parametrize("front", [1, 100, 1 << 16])
+def test_a_legacy_file_is_read_in_pieces(front: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchfile, "_FRONT", front)
+    value = {f"{number}": torch.full((3,), float(number)) for number in range(50)}
+    path = save(tmp_path / "file.pt", value, legacy=True)
+    header = read_header(str(path))
+    assert [*header.tree] == [*value] and len(header.storages) == 50
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(CheckpointError):
+        read_header(str(path))
+
+
 def test_datastates_files_are_refused(tmp_path: Path) -> None:
     """Their format: the length of a JSON header, the header, tensors, a pickle (datastates/llm/checkpointing.py)."""
     lean = pickle.dumps({"module": {"w": "TENSOR|module|w"}})
