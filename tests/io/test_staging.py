@@ -127,6 +127,7 @@ def test_a_conversion_that_fails_at_any_call_leaves_a_complete_output(
             except StorageError as error:
                 errors.append(str(error))
             assert {path.name for path in destination.parent.iterdir()} - {LATEST, ".step1.ucp-old"} == {"step1"}
+            assert read_tree(destination) in (OLD, NEW)
         if destination.exists():
             assert read_tree(destination) in ([{}, OLD, NEW] if before in ("empty", "old") else [NEW])
         convert(destination, overwrite=True)
