@@ -9,12 +9,14 @@ import time
 from pathlib import Path
 from unittest import mock
 
+import obstore
 import pytest
+from obstore.exceptions import PermissionDeniedError
 
 from deepspeed_ucp.errors import OutOfReachError
 from deepspeed_ucp.formats.deepspeed.files import PUBLISHED, SEAL, resolve_published
 from deepspeed_ucp.io.paths import UPLOAD
-from deepspeed_ucp.io.store import list_tree, read_small, remove, write_small
+from deepspeed_ucp.io.store import list_folder, list_tree, read_small, remove, write_small
 from deepspeed_ucp.saves import destinations
 from deepspeed_ucp.saves.launch import WriterPipe
 from deepspeed_ucp.saves.memory import SavePart, is_locked
@@ -188,6 +190,17 @@ def test_a_part_of_an_earlier_save_does_not_complete_a_later_one(run: Run, tmp_p
         node.write_save(node=1, nodes=2)
     assert run.write() and run.is_whole()
     assert not [name for name in list_tree(run.destination) if ".ucp-written" in name]
+
+
+def test_a_failed_upload_is_retried(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    clear_memory()
+    run = Run(tmp_path, PLACE)
+    run.save()
+    with mock.patch.object(obstore, "put", side_effect=PermissionDeniedError("403 Forbidden")):
+        assert not run.write()
+    assert "not written, to be tried again: " in caplog.text and "check the credentials" in caplog.text
+    assert list_folder("memory://bucket") == {}
+    assert run.write() and run.is_whole()
 
 
 @pytest.mark.parametrize("kind", params(["folder"], ["store"]))

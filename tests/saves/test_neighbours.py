@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import time
@@ -80,6 +81,21 @@ def test_a_part_of_a_save_without_files_is_copied(nodes: Nodes) -> None:
     nodes.copy(save)
     (copy,) = nodes.jobs[1].list_copies()
     assert replace(copy, folder="") == replace(save, folder="") and save.read("copied") == {"1": "yes"}
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_load_finds_the_newest_save_with_all_parts(lost: int, nodes: Nodes) -> None:
+    nodes.save_both()
+    nodes.stop()
+    nodes.save(1 - lost, tag="next", step=9)
+    for job in nodes.jobs:
+        job.disown()
+    shutil.rmtree(nodes.memories[lost])
+    root = find_root(nodes.memories[1 - lost])
+    found = search_memory(root, str(nodes.folder / "destination"), None, Comm())
+    assert found is not None and found.tag == TAG
+    assert found.folder == nodes.jobs[1 - lost].find_folder(1)
+    assert found.copies == (nodes.jobs[1 - lost].find_copy(lost, 1),)
 
 
 def test_a_done_mark_counts_although_the_copy_lacks_it(nodes: Nodes) -> None:

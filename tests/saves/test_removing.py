@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from deepspeed_ucp.io import deletion
 from deepspeed_ucp.io.deletion import delete_tree
 from deepspeed_ucp.saves.publishing import is_save_file, remove_tag, remove_tree
+from tests.saves.saving import Run
 from tests.support.reshard import examples
 
 SWAPS = "offloaded_tensors"
@@ -47,6 +48,15 @@ def precious(tmp_path: Path) -> Path:
     folder.mkdir()
     make_tag(folder)
     return folder
+
+
+def test_removal_of_old_saves_follows_no_link_in_a_tag(tmp_path: Path, precious: Path) -> None:
+    run = Run(tmp_path)
+    run.write_save(tag="a", keep=1)
+    before = look(precious)
+    Path(run.destination, "a", SWAPS).symlink_to(precious)
+    run.write_save(tag="b", keep=1)
+    assert look(precious) == before and not Path(run.destination, "a").exists() and run.is_whole("b")
 
 
 @pytest.mark.parametrize(

@@ -167,3 +167,9 @@ def test_an_error_of_one_rank_in_a_load_from_memory_does_not_fall_back() -> None
         error = CheckpointError("alone")
         error.shared = True
         assert load(error, size=2) is None
+
+
+def test_destinations_are_searched_by_loads() -> None:
+    tiers = [SaveTier(place="/fast"), SaveTier(place="s3://b/run")]
+    for to, also in ((tiers, ["/also", "/fast", "s3://b/run"]), ([], ["/also"])):
+        assert UniversalConfig(also=["/also"], save=SaveOptions(to=to)).with_tiers().also == also

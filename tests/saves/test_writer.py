@@ -438,3 +438,21 @@ def test_leftovers_of_a_dead_job_are_removed_after_a_day(run: Run) -> None:
             os.utime(path, (0, time.time() - 90000))
     run.write_save()
     assert run.list_names() == {TAG, "latest", SCRIPT, *kept}
+
+
+@pytest.mark.parametrize("moved", [-1e5, 1e5])
+def test_pruning_does_not_depend_on_file_times(moved: float, run: Run) -> None:
+    """Older saves of this job are removed; a tag that another job has overwritten is kept."""
+    destination = Path(run.destination)
+
+    def move(save: SavePart, *_: object) -> None:
+        for number, path in enumerate((destination / save.tag).iterdir()):
+            os.utime(path, (0, time.time() + moved * (number + 1)))
+
+    for tag in "abcd":
+        with mock.patch.object(destinations, "_update_latest", side_effect=move):
+            run.write_save(tag=tag, keep=2)
+        if tag == "b":
+            path = destination / "b" / "mp_rank_00_model_states.pt"
+            os.utime(path, (0, (destination / "b" / "ucp_seal.json").stat().st_mtime - 1))
+    assert {path.name for path in destination.iterdir() if path.is_dir()} == {"b", "c", "d"}
