@@ -93,16 +93,22 @@ def copy_to_node(folder: Path, stack: ExitStack) -> Case:
     return Case(lambda: nodes.copy(save), check_ended, check_killed)
 
 
-def kill_at_request(work: Callable[[], object], at: int) -> bool:
-    """Run ``work``, whose threads all end at a store's request number ``at``. Return False if it ended before."""
+def kill_at_request(work: Callable[[], object], at: int, folder: Path) -> bool:
+    """Run ``work``, whose threads all end at a store's request number ``at``. Return False if it ended before.
+
+    After that ``work`` changes no file below ``folder``, as if SIGKILL had ended it.
+    """
+    left = list[dict[str, bytes]]()
 
     def act(number: int, *_: object) -> None:
         if number >= at:
+            left.append(read_bytes(folder))
             raise KilledError
 
     with suppress(KilledError), intercept(act, REQUESTS):
         work()
         return False
+    assert read_bytes(folder) == left[0]
     return True
 
 
@@ -125,7 +131,8 @@ def test_a_writer_killed_at_any_call_leaves_a_complete_save(kind: str) -> None:
         clear_memory()
         with TemporaryDirectory(dir="/dev/shm") as folder, ExitStack() as stack:
             case = make(Path(folder), stack)
-            is_killed = (kill_at_request if "store" in kind else run_dying)(case.work, at)
+            kill = partial(kill_at_request, folder=Path(folder)) if "store" in kind else run_dying
+            is_killed = kill(case.work, at)
             case.check_killed()
             case.work()
             case.check_ended()
