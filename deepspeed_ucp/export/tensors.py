@@ -18,7 +18,7 @@ from ..model.storage import COPY, ITEMSIZE, MASTER, MODULE, WEIGHTS, AtomKey, co
 from ..plan.settling import list_weights, refuse_unreadable
 from ..stream.full_tensors import FullTensor, WorkOptions, assemble_full_tensors
 from ..stream.reader import refuse_scattered
-from ..tensor_parallel.adapters import is_kept_whole, list_adapted, read_live
+from ..tensor_parallel.adapters import is_in_modules_to_save, list_adapted, read_live
 from ..tensor_parallel.layout import Shape
 from ..tensor_parallel.rename import Rename, find_idle, rename_names
 from ..tensor_parallel.rules import RuleSet, list_renames
@@ -171,7 +171,7 @@ def select_tensors(
         kept = {key: atom for key, atom in kept.items() if key.name in names}
     copies: dict[str, list[str]] = defaultdict(list)
     for alias, owner in index.aliases.items():
-        if alias in names and ((options.tied or tied) == "copy" or (options.adapter and is_kept_whole(alias))):
+        if alias in names and ((options.tied or tied) == "copy" or (options.adapter and is_in_modules_to_save(alias))):
             copies[owner].append(names[alias])
 
     def make(atom: FullTensor, dtype: str | None, *aliases: str) -> Tensor:

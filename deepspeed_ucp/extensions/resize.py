@@ -49,7 +49,7 @@ class ResizedRows(Extension):
         """Log rules that match no parameter."""
         names = list_names(adaptation.index)
         resizes = chain.from_iterable(rule_set.resizes for rule_set in adaptation.rules if rule_set.reported)
-        idle = [resize.match for resize in resizes if not any(map(resize.fits, names))]
+        idle = [resize.match for resize in resizes if not any(map(resize.matches, names))]
         if idle and adaptation.log:
             logger.info("patterns: %s", shorten(f"resize: {match!r} matches no parameter" for match in idle))
 

@@ -11,7 +11,7 @@ from ..model.index import AtomicIndex
 from ..model.storage import COPY, MASTER, MODULE, Atom, AtomKey, ParamKey, count
 from ..model.view import EngineView
 from ..tensor_parallel.layout import Intervals, Layout, Product, list_repeats, measure
-from ..tensor_parallel.resize import Resized, pad_vocabulary
+from ..tensor_parallel.resize import Resized, find_added_padding
 from .locate import View, Want, find_shards
 from .match import Match, pick_weight
 
@@ -103,7 +103,7 @@ class Wants:
         if layouts is not None and layouts[0].mean:
             self._add_mean(atom, cut, sink, views)
             return
-        if layouts is not None and (resized := resizes.get(atom.name) or pad_vocabulary(*layouts)):
+        if layouts is not None and (resized := resizes.get(atom.name) or find_added_padding(*layouts)):
             self._resize(atom, cut, self.sinks[sink][0], layouts, tp_shard, resized)
         self.wants += [Want(atom, cut.start, cut.numel, sink, cut.offset, view) for view in views]
 

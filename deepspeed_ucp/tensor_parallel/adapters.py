@@ -39,11 +39,13 @@ class AdapterTensor:
 
     @property
     def in_file(self) -> str:
+        """Name in an adapter's file."""
         end = "" if self.kind == "lora_magnitude_vector" else self.end
         return f"{self.module}.{self.kind}{end}" if self.kind else f"{self.module}{self.end}"
 
     @property
     def live(self) -> str:
+        """Name in a live model."""
         kind = self.kind or "modules_to_save"
         return f"{self.module}.{kind}.{self.adapter}{self.end}"
 
@@ -72,11 +74,11 @@ def is_added(name: str) -> bool:
 
 
 def is_added_in_file(name: str) -> bool:
-    """Return True for an added tensor's name in a file that is not a live name too."""
+    """Return True for an added tensor's name in a file, unless it is a live name too."""
     return _ADDED_IN_FILE.fullmatch(name) is not None and not is_added(name)
 
 
-def is_kept_whole(name: str) -> bool:
+def is_in_modules_to_save(name: str) -> bool:
     """Return True if a live tensor belongs to ``modules_to_save``."""
     return _SAVED.fullmatch(name) is not None
 
@@ -88,11 +90,11 @@ def list_adapted(names: Iterable[str]) -> set[str]:
 
 
 def name_in_base(name: str, adapted: Container[str]) -> str:
-    """Return a live tensor's name in the base model; not for added tensors.
+    """Return a live tensor's name in the base model, which must have the tensor.
 
     Args:
         adapted: result of :func:`list_adapted`; other modules may have one of PEFT's names by chance.
     """
     adapter = read_live(name)
     inner = adapter.in_file if adapter and not adapter.kind else name
-    return _WRAPPED.sub(lambda at: "" if inner[: at.start()] in adapted else at[0], inner).removeprefix(ROOT)
+    return _WRAPPED.sub(lambda match: "" if inner[: match.start()] in adapted else match[0], inner).removeprefix(ROOT)

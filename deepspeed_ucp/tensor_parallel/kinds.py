@@ -72,7 +72,7 @@ class Pattern(ABC):
         return self.join(shapes).is_in_parts
 
     def spread(self, shape: Shape, degree: int, pad: int | None = None) -> tuple[Shape, ...]:
-        """Return the local shapes of equal parts, for a target without a live model.
+        """Return the local shapes at a degree, for a target without a live model.
 
         Args:
             shape: logical shape including vocabulary padding.
@@ -89,10 +89,11 @@ class Pattern(ABC):
         return (shape,) if degree == 1 else self._spread(shape, degree)
 
     @abstractmethod
-    def _lay(self, shapes: Sequence[Shape]) -> Layout: ...
+    def _lay(self, shapes: Sequence[Shape]) -> Layout:
+        """Make the layout, as :meth:`join` does, without a check of the vocabulary."""
 
     def _spread(self, shape: Shape, degree: int) -> tuple[Shape, ...]:
-        """Cut along the first dimension along which the pattern allows equal parts."""
+        """Return equal parts along the first dimension whose cut :meth:`join` accepts."""
         for dim, size in enumerate(shape):
             if size % degree == 0:
                 local = (_resize(shape, dim, size // degree),) * degree
@@ -246,11 +247,7 @@ class ShardNC(Pattern):
     widths: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
-        """Compare the widths with the parts.
-
-        Raises:
-            MismatchError: they are of other parts, or of other numbers of ranks.
-        """
+        """Raise MismatchError if the widths are of other parts, or of several degrees."""
         if self.widths is None:
             return
         sums, weight = [sum(part) for part in self.widths], sum(self.parts)
@@ -360,9 +357,9 @@ def _find_dim(dim: int, shapes: Sequence[Shape]) -> int:
     for shape in shapes[1:]:
         if len(shape) != dims:
             raise MismatchError(f"the ranks' shapes have different numbers of dimensions: {list(shapes)}")
-        for other in range(dims):
-            if other != dim and shape[other] != shapes[0][other]:
-                raise MismatchError(f"shard along dimension {dim}, but the shapes differ in {other}: {list(shapes)}")
+        for axis in range(dims):
+            if axis != dim and shape[axis] != shapes[0][axis]:
+                raise MismatchError(f"shard along dimension {dim}, but the shapes differ in {axis}: {list(shapes)}")
     return dim
 
 
@@ -390,6 +387,7 @@ def _chain(widths: Sequence[int]) -> list[tuple[int, int]]:
 def _lay_axis(
     shape: Shape, view: Shape, axis: int, pieces: Sequence[Sequence[tuple[int, int]]], local: Sequence[Shape]
 ) -> Layout:
+    """Return the layout of shards with ``pieces`` of one axis, and all of the others."""
     full: list[Intervals] = [((0, size),) for size in view]
     shards = tuple((*full[:axis], tuple(piece), *full[axis + 1 :]) for piece in pieces)
     return Layout(shape, view, shards, tuple(local))

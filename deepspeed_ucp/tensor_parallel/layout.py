@@ -113,15 +113,15 @@ def copy_runs(source: Layout, src_rank: int, target: Layout, dst_rank: int, low:
         MismatchError: the two views have no common refinement.
     """
     axes = list(zip(source.view, target.view, strict=False))
-    if len(source.view) != len(target.view) or sum(have != want for have, want in axes) > 1:
+    if len(source.view) != len(target.view) or sum(src != dst for src, dst in axes) > 1:
         source, target = align(source, target)
-    have, want = source.shards[src_rank], target.shards[dst_rank]
-    if have == want and source.claims is None:
-        high = min(high, _product_numel(want))
+    src_shard, dst_shard = source.shards[src_rank], target.shards[dst_rank]
+    if src_shard == dst_shard and source.claims is None:
+        high = min(high, _product_numel(dst_shard))
         return (Run(low, low, high - low),) if low < high else ()
     claim = None if source.claims is None else source.claims[src_rank]
     runs: list[Run] = []
-    for box in _find_boxes(have, want, claim):
+    for box in _find_boxes(src_shard, dst_shard, claim):
         runs.extend(_clip_box(box, 0, 0, 0, low, high))
     return _merge(runs)
 
@@ -169,9 +169,7 @@ def _find_cover_faults(layout: Layout) -> list[str]:
 
 
 def list_repeats(layout: Layout) -> Iterator[tuple[int, int, Layout]]:
-    """Yield each claimed part that a second rank has.
-
-    For each the rank that claims it, the other rank, and the part as a single shard.
+    """Yield (rank that claims a part, another rank with it, the part as one shard).
 
     Replicated layouts have no claims and yield nothing.
     """
@@ -211,7 +209,7 @@ class _Box:
 
 
 @lru_cache(maxsize=1 << 14)
-def _find_boxes(have: Product, want: Product, claim: Product | None) -> tuple[_Box, ...]:
+def _find_boxes(src_shard: Product, dst_shard: Product, claim: Product | None) -> tuple[_Box, ...]:
     """Return the common blocks of two shards by ascending first element in the target.
 
     Cached, because all layers of a model are cut in the same way.
@@ -219,7 +217,7 @@ def _find_boxes(have: Product, want: Product, claim: Product | None) -> tuple[_B
     axes = _collapse(
         [
             (_span_axis(source, target, None if claim is None else claim[axis]), measure(source), measure(target))
-            for axis, (source, target) in enumerate(zip(have, want, strict=True))
+            for axis, (source, target) in enumerate(zip(src_shard, dst_shard, strict=True))
         ]
     )
     src_strides = make_strides([size for _, size, _ in axes])
@@ -232,9 +230,9 @@ def _find_boxes(have: Product, want: Product, claim: Product | None) -> tuple[_B
     return tuple(sorted(boxes, key=lambda box: box.dst))
 
 
-def _span_axis(have: Intervals, want: Intervals, claim: Intervals | None) -> tuple[Span, ...]:
+def _span_axis(src_intervals: Intervals, dst_intervals: Intervals, claim: Intervals | None) -> tuple[Span, ...]:
     """Intersect two interval lists of an axis, by ascending target position."""
-    located = sorted(_locate(have))
+    located = sorted(_locate(src_intervals))
     if claim is not None:
         located = [
             (start, end, source + start - low)
@@ -243,7 +241,7 @@ def _span_axis(have: Intervals, want: Intervals, claim: Intervals | None) -> tup
         ]
     spans = []
     index = 0
-    for low, high, target in sorted(_locate(want)):
+    for low, high, target in sorted(_locate(dst_intervals)):
         while index and located[index - 1][1] > low:
             index -= 1
         while index < len(located) and located[index][1] <= low:
@@ -258,11 +256,11 @@ def _span_axis(have: Intervals, want: Intervals, claim: Intervals | None) -> tup
 
 def _locate(intervals: Intervals) -> Iterator[tuple[int, int, int]]:
     """Yield (low, high, local position of low) of non-empty intervals."""
-    place = 0
+    position = 0
     for low, high in intervals:
         if low < high:
-            yield low, high, place
-        place += high - low
+            yield low, high, position
+        position += high - low
 
 
 def _join_spans(spans: Sequence[Span]) -> tuple[Span, ...]:
@@ -279,21 +277,21 @@ def _join_spans(spans: Sequence[Span]) -> tuple[Span, ...]:
 
 def _collapse(axes: list[tuple[tuple[Span, ...], int, int]]) -> list[tuple[tuple[Span, ...], int, int]]:
     """Merge each axis that is whole in both shards into the next outer axis."""
-    done: list[tuple[tuple[Span, ...], int, int]] = []
-    for spans, have, want in axes:
-        if done and have == want and spans == ((0, 0, have),):
-            outer, outer_have, outer_want = done[-1]
-            scaled = tuple((src * have, dst * have, size * have) for src, dst, size in outer)
-            done[-1] = (scaled, outer_have * have, outer_want * have)
+    merged: list[tuple[tuple[Span, ...], int, int]] = []
+    for spans, src_size, dst_size in axes:
+        if merged and src_size == dst_size and spans == ((0, 0, src_size),):
+            outer, outer_src, outer_dst = merged[-1]
+            scaled = tuple((src * src_size, dst * src_size, size * src_size) for src, dst, size in outer)
+            merged[-1] = (scaled, outer_src * src_size, outer_dst * src_size)
         else:
-            done.append((spans, have, want))
-    return done
+            merged.append((spans, src_size, dst_size))
+    return merged
 
 
 def _clip_box(box: _Box, axis: int, src: int, dst: int, low: int, high: int) -> Iterator[Run]:
     """Yield the runs of a box inside [low, high) of the target.
 
-    ``src`` and ``dst`` are relative to the box.
+    ``src`` and ``dst`` are relative to the box; the axes before ``axis`` are fixed.
     """
     if not box.sizes:
         if low <= box.dst < high:
@@ -384,6 +382,7 @@ def _find_steps(view: Shape) -> set[int]:
 
 
 def _refine(layout: Layout, steps: Sequence[int]) -> Layout:
+    """Convert a layout to the view whose axes have the strides ``steps``."""
     view: list[int] = []
     splits: list[tuple[int, list[int]]] = []
     strides = make_strides(layout.view)

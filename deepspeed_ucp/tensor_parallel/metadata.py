@@ -73,10 +73,11 @@ class Viewed(Pattern):
         )
 
     def _fit(self, shapes: Sequence[Shape], first: int, last: int) -> ShardNC | None:
-        others = (*self.view[:first], *self.view[last + 1 :])
-        kept = (*shapes[0][:first], *shapes[0][first + 1 :])
+        """Return the pattern if dimension ``first`` is the view's ``first`` to ``last``."""
+        view_rest = (*self.view[:first], *self.view[last + 1 :])
+        local_rest = (*shapes[0][:first], *shapes[0][first + 1 :])
         outer, inner = self.view[first : self.axis], self.view[self.axis + 1 : last + 1]
-        if any(known not in (-1, size) for known, size in zip(others, kept, strict=True)) or -1 in outer + inner:
+        if any(full not in (-1, size) for full, size in zip(view_rest, local_rest, strict=True)) or -1 in outer + inner:
             return None
         blocks, step, total = count(outer), count(inner), sum(shape[first] for shape in shapes)
         if isinstance(self.parts, int):
@@ -110,7 +111,7 @@ def from_universal_info(info: object, by: str = "checkpoint") -> RuleSet:
 
 
 def _read_info(name: str, info: Mapping[str, Any], by: str) -> RuleSet:
-    unsupported = [_refuse_rule(text, f"{name}: {why}") for text, why in (info.get(UNSUPPORTED) or {}).items()]
+    unsupported = [_refuse_rule(text, f"{name}: {reason}") for text, reason in (info.get(UNSUPPORTED) or {}).items()]
     rules = [*unsupported, *_read_affine(name, info), *_read_parts(info), *_read_lists(info)]
     literal: dict[str, list[Rule]] = {}
     for rule in rules:
@@ -175,7 +176,7 @@ def _compile_linear(text: str) -> Matcher:
 
 
 def _unescape(text: object) -> str | None:
-    """Return the only name that ``^escaped name$`` matches, or None."""
+    """Return the name if an expression is ``^escaped name$``, else None."""
     if not (isinstance(text, str) and text.startswith("^") and text.endswith("$")):
         return None
     name = re.sub(r"\\(.)", r"\1", text[1:-1])
@@ -231,12 +232,12 @@ def _read_parts(info: Mapping[str, Any]) -> Iterator[Rule]:
             for dim, size in enumerate(view)
         )
         for text in texts:
-            known = tuple(tuple(map(int, part)) for part in widths.get(text) or ()) or None
-            parts = _read_sizes(size_or_sizes, known, version)
+            rank_widths = tuple(tuple(map(int, part)) for part in widths.get(text) or ()) or None
+            parts = _read_sizes(size_or_sizes, rank_widths, version)
             known_sizes = (*sizes, *((parts,) if isinstance(parts, int) else parts))
             if min(known_sizes) < -1 or 0 in known_sizes or len(known_sizes) > _MOST_PARTS:
                 raise MismatchError(f"universal_checkpoint_info: {PARTS} has invalid sizes: {entry!r:.200}")
-            pattern = Viewed(sizes, axis, parts, known)
+            pattern = Viewed(sizes, axis, parts, rank_widths)
             yield _make_rule(text, pattern, rank=1)
 
 
@@ -322,11 +323,7 @@ def read_map(entry: Mapping[str, Any]) -> Mapped:
 
 
 def _read_shard(pieces: Sequence[Mapping[str, Any]], shape: Shape, local: Shape) -> Product:
-    """Return one rank's interval lists.
-
-    Raises:
-        MismatchError: the pieces are not a grid of blocks in the same order on both sides.
-    """
+    """Return a rank's intervals; MismatchError for pieces that are no ordered grid."""
     blocks = [_read_block(piece, shape, local) for piece in pieces if count(tuple(piece["shape"]))]
     if not blocks:
         return tuple(((0, size),) if width else () for size, width in zip(shape, local, strict=True))
@@ -334,8 +331,8 @@ def _read_shard(pieces: Sequence[Mapping[str, Any]], shape: Shape, local: Shape)
     if count(tuple(map(len, axes))) != len(blocks) or len(set(blocks)) != len(blocks):
         raise MismatchError("the affine map's pieces are not a grid of blocks")
     for axis, spans in enumerate(axes):
-        ends = [place + high - low for place, low, high in spans]
-        if [place for place, _, _ in spans] != [0, *ends[:-1]] or ends[-1] != local[axis]:
+        ends = [position + high - low for position, low, high in spans]
+        if [position for position, _, _ in spans] != [0, *ends[:-1]] or ends[-1] != local[axis]:
             raise MismatchError(f"the affine map's pieces leave gaps in a shard along dimension {axis}")
     return tuple(tuple((low, high) for _, low, high in spans) for spans in axes)
 
@@ -360,9 +357,9 @@ def _find_corner(side: Sequence[Any], sizes: Shape, shape: Shape) -> Shape:
         raise MismatchError(f"the affine map's pieces are not row-major blocks of {shape}")
     corner = []
     for step in expected:
-        at, offset = divmod(offset, step)
-        corner.append(at)
-    if offset or any(at + size > full for at, size, full in zip(corner, sizes, shape, strict=True)):
+        coordinate, offset = divmod(offset, step)
+        corner.append(coordinate)
+    if offset or any(coordinate + size > full for coordinate, size, full in zip(corner, sizes, shape, strict=True)):
         raise MismatchError(f"the affine map's pieces reach beyond {shape}")
     return tuple(corner)
 
@@ -375,16 +372,16 @@ def _settle_overlap(layout: Layout) -> Layout:
     axis = _find_cut_axis(layout)
     if axis is None:
         return layout
-    taken: list[tuple[int, int]] = []
+    claimed: list[tuple[int, int]] = []
     claims = []
     for shard in layout.shards:
-        mine = tuple(
+        claim = tuple(
             part
             for low, high in shard[axis]
-            for part in find_gaps([(first, last) for first, last in taken if low < last and first < high], high, low)
+            for part in find_gaps([(first, last) for first, last in claimed if low < last and first < high], high, low)
         )
-        claims.append((*shard[:axis], mine, *shard[axis + 1 :]))
-        taken += mine
+        claims.append((*shard[:axis], claim, *shard[axis + 1 :]))
+        claimed += claim
     return layout if tuple(claims) == layout.shards else replace(layout, claims=tuple(claims))
 
 
@@ -402,15 +399,15 @@ def generalise(layout: Layout) -> Pattern | None:
     if axis is None or layout.claims is not None or layout.view != layout.shape:
         return None
     pieces = [shard[axis] for shard in layout.shards]
-    if _follows(interval for rank in pieces for interval in rank if interval[0] < interval[1]):
+    if _are_consecutive(interval for rank in pieces for interval in rank if interval[0] < interval[1]):
         return ShardV() if axis == 0 else ShardH(dim=axis)
     if len({len(rank) for rank in pieces}) != 1:
         return None
     parts = list(zip(*pieces, strict=True))
-    if not _follows(interval for part in parts for interval in part):
+    if not _are_consecutive(interval for part in parts for interval in part):
         return None
     return ShardNC(parts=tuple(map(measure, parts)), dim=axis, sized=True)
 
 
-def _follows(intervals: Iterable[tuple[int, int]]) -> bool:
+def _are_consecutive(intervals: Iterable[tuple[int, int]]) -> bool:
     return all(end == start for (_, end), (start, _) in pairwise(intervals))

@@ -124,7 +124,7 @@ def rename_names(names: Iterable[str], rules: Sequence[Rename], live: Container[
 
 
 def find_idle(names: Iterable[str], rules: Sequence[Rename]) -> list[str]:
-    """Describe rules that match no name; saved names may be the live ones already."""
+    """Describe rules that match no name; no error, as names may be the live ones."""
     names = list(names)
     idle = [rule for rule in rules if all(rule.match(n) is None for n in names)]
     return list(dict.fromkeys(f"rename: {rule.pattern!r} matches no parameter" for rule in idle))

@@ -34,7 +34,7 @@ class Resize:
         if self.keep is not None and self.keep < 1:
             raise ValueError(f"{self.match!r}: keep is a number of rows from 1 on")
 
-    def fits(self, name: str) -> bool:
+    def matches(self, name: str) -> bool:
         return compile_regex(self.match).fullmatch(name) is not None
 
     def fit(self, saved: Layout, live: Layout, vocab: int | None = None) -> tuple[Layout, Resized]:
@@ -46,19 +46,19 @@ class Resize:
         Raises:
             MismatchError: other dimensions differ, or rows would be lost and the rule does not have ``shrink``.
         """
-        rule, have, want = f"the resize rule {self.match!r}", saved.shape, live.shape
-        if len(have) != len(want) or not have or have[1:] != want[1:]:
-            raise MismatchError(f"{rule} changes only rows; shape {have} in the checkpoint, {want} in the model")
+        rule, before, after = f"the resize rule {self.match!r}", saved.shape, live.shape
+        if len(before) != len(after) or not before or before[1:] != after[1:]:
+            raise MismatchError(f"{rule} changes only rows; shape {before} in the checkpoint, {after} in the model")
         if saved.mean or saved.is_in_parts or live.is_in_parts:
             raise MismatchError(f"{rule}: parameters in parts, or averaged over replicas, cannot be resized")
-        kept = min(self.keep or vocab or have[0], have[0])
-        if want[0] < kept and not self.shrink:
+        kept = min(self.keep or vocab or before[0], before[0])
+        if after[0] < kept and not self.shrink:
             raise MismatchError(
-                f'{rule}: the model has {want[0]} of {kept} rows; "shrink": true leaves the last ones out'
+                f'{rule}: the model has {after[0]} of {kept} rows; "shrink": true leaves the last ones out'
             )
-        kept = min(kept, want[0])
-        resized, shards = Resized(have[0], want[0], kept, self.new), saved.claims or saved.shards
-        if kept == have[0]:
+        kept = min(kept, after[0])
+        resized, shards = Resized(before[0], after[0], kept, self.new), saved.claims or saved.shards
+        if kept == before[0]:
             return saved, resized
         rows = [tuple((low, min(high, kept)) for low, high in shard[0] if low < kept) for shard in shards]
         claims = tuple((part, *shard[1:]) for part, shard in zip(rows, shards, strict=True))
@@ -94,8 +94,8 @@ class Resized:
         return f"{self.saved} → {self.live}: {'; '.join(texts)}"
 
 
-def pad_vocabulary(saved: Layout, live: Layout) -> Resized | None:
-    """Return the change of a vocabulary with more padding in the model, or None."""
+def find_added_padding(saved: Layout, live: Layout) -> Resized | None:
+    """Return the change if a vocabulary has more (padding) rows in the model, or None."""
     if saved.shape[:1] < live.shape[:1]:
         return Resized(saved.shape[0], live.shape[0], saved.shape[0], pads=True)
     return None

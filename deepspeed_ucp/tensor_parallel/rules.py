@@ -84,9 +84,9 @@ class Spec:
         used = {key.name for key in fields(self) if getattr(self, key.name) != key.default}
         valid = _RULE_KEYS | KINDS[self.pattern]
         if unknown := used - valid:
-            odd = sorted(unknown)
+            keys = sorted(unknown)
             raise ValueError(
-                f"{self.match!r}: {self.pattern} has no {', '.join(map(repr, odd))}. {advise(odd[0], sorted(valid))}"
+                f"{self.match!r}: {self.pattern} has no {', '.join(map(repr, keys))}. {advise(keys[0], sorted(valid))}"
             )
         if self.pattern == "shard-hy" and not self.grid:
             raise ValueError(f"{self.match!r}: shard-hy needs a grid")
@@ -123,15 +123,15 @@ class Spec:
     def _build_nc(self, facts: Facts, vocab: int | None) -> ShardNC:
         dim, blocks = self.dim or 0, self._evaluate(self.blocks, facts)
         total = facts.values.get(f"total{dim}", 0) // blocks
-        known = [self._measure_part(part, facts) for part in self.parts]
-        left = total - sum(size for size in known if size is not None)
-        unknown = known.count(None)
-        if unknown and (left < 0 or left % unknown):
+        sizes = [self._measure_part(part, facts) for part in self.parts]
+        remaining = total - sum(size for size in sizes if size is not None)
+        unknown = sizes.count(None)
+        if unknown and (remaining < 0 or remaining % unknown):
             raise MismatchError(
-                f"parts {list(self.parts)}: {left} of {total} places are left for {unknown} equal parts"
+                f"parts {list(self.parts)}: {remaining} of {total} places are left for {unknown} equal parts"
             )
         return ShardNC(
-            parts=tuple(left // unknown if size is None else size for size in known),
+            parts=tuple(remaining // unknown if size is None else size for size in sizes),
             dim=dim,
             blocks=blocks,
             sized=any(part != 1 for part in self.parts),
@@ -189,6 +189,7 @@ class Rule:
         return isinstance(self.pattern, Pattern) or (self.pattern.pattern == "unsettled" and self.pattern.when == 1)
 
     def make(self, match: re.Match[str], facts: Facts) -> Pattern | None:
+        """Return the pattern of the matched parameter (see :meth:`Spec.make`)."""
         if isinstance(self.pattern, Pattern):
             return self.pattern
         return self.pattern.make(replace(facts, name=match.string, stem=match.groupdict().get("stem") or ""))
@@ -315,7 +316,7 @@ class RuleFile:
             raise ValueError("refuse is a list of objects with when and reason")
 
 
-def _read_file(value: object, name: str) -> RuleFile:
+def _validate_file(value: object, name: str) -> RuleFile:
     from pydantic import TypeAdapter, ValidationError  # slow to import
 
     if isinstance(value, (list, tuple)):
@@ -325,22 +326,22 @@ def _read_file(value: object, name: str) -> RuleFile:
     try:
         return TypeAdapter(RuleFile).validate_python(value)
     except ValidationError as error:
-        keys, rule_keys, others = ([key.name for key in fields(kind)] for kind in (RuleFile, Spec, Resize))
+        keys, rule_keys, resize_keys = ([key.name for key in fields(kind)] for kind in (RuleFile, Spec, Resize))
         needed = (
             f"A family, a path, a list of rules or an object with some of {', '.join(keys)} is needed; a rule has "
             f"match, pattern and some of {', '.join(rule_keys)}."
         )
-        text = describe_faults(error, [*keys, *rule_keys, *others], needed)
+        text = describe_faults(error, [*keys, *rule_keys, *resize_keys], needed)
         if not isinstance(value, Mapping):
             text = f"{text} {needed}"
         raise ConfigError(f"patterns: {name}: {text}") from None
 
 
 def _parse_set(value: object, name: str) -> tuple[RuleSet, ...]:
-    """Parse a rule set; returns it, followed by its family's."""
-    file = _read_file(value, name)
+    """Parse rules as written; return their set, followed by their family's, if any."""
+    file = _validate_file(value, name)
     variables = {key: size if isinstance(size, tuple) else (size,) for key, size in file.variables.items()}
-    mine = RuleSet(
+    written = RuleSet(
         name=name,
         rules=tuple(_make_rule(spec, file.prefix) for spec in file.rules),
         variables=variables,
@@ -354,10 +355,10 @@ def _parse_set(value: object, name: str) -> tuple[RuleSet, ...]:
         reported=True,
     )
     if file.family is None:
-        return (mine,)
+        return (written,)
     family = load_family(file.family)
     # The user's variables replace the family's.
-    return mine, replace(family, variables={**family.variables, **variables})
+    return written, replace(family, variables={**family.variables, **variables})
 
 
 def list_renames(rules: Iterable[RuleSet]) -> list[Rename]:
@@ -374,7 +375,7 @@ def find_renamed(saved: Set[str], live: Set[str], rules: Iterable[RuleSet]) -> d
 
 def find_resize(rules: Iterable[RuleSet], name: str) -> Resize | None:
     """Return the first ``resize`` rule for a parameter, or None."""
-    return next((resize for rule_set in rules for resize in rule_set.resizes if resize.fits(name)), None)
+    return next((resize for rule_set in rules for resize in rule_set.resizes if resize.matches(name)), None)
 
 
 def from_config(value: object) -> tuple[RuleSet, ...]:
@@ -550,7 +551,7 @@ def suggest_rule(name: str, source: Sequence[Shape], target: Sequence[Shape] | N
 
 
 def _find_cut(sides: Sequence[Sequence[Shape]]) -> int | None:
-    """Return the only dimension along which both sides' shards sum equally, or None."""
+    """Return the only dimension along which both sides have the same sum, or None."""
     cut_dims = []
     for dim in range(min(len(shape) for side in sides for shape in side)):
         sums = {sum(shape[dim] for shape in side) for side in sides}

@@ -60,7 +60,7 @@ class Settled:
     @property
     def pairs(self) -> dict[str, tuple[Layout, Layout]]:
         """Name → both layouts of the parameters that have two."""
-        return {name: (have, want) for name, (have, want) in self.layouts.items() if want is not None}
+        return {name: (source, target) for name, (source, target) in self.layouts.items() if target is not None}
 
     def require(self) -> Settled:
         """Return self; MismatchError with rules to paste if parameters are open or wrong."""
@@ -84,7 +84,7 @@ class Unsettled:
     name: str
     source: tuple[Shape, ...]
     target: tuple[Shape, ...] | None
-    why: tuple[str, ...]
+    hints: tuple[str, ...]
     sides: tuple[str, str]
 
     def suggest(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class Unsettled:
     def text(self) -> str:
         source, target = self.sides
         more = "" if self.target is None else f", {_describe_side(self.target)} in {target}"
-        return "; ".join((f"{_describe_side(self.source)} in {source}{more}", *self.why))
+        return "; ".join((f"{_describe_side(self.source)} in {source}{more}", *self.hints))
 
 
 def settle(
@@ -153,13 +153,13 @@ class _Settler:
         if target == source or self.degree == len(source):
             if len(source) > 1 and any(rule_set.by == "target" for rule_set in self.rule_sets):
                 self._compare_orders(name, source)
-            self._keep(name, _twice(Unique() if len(source) == 1 else SameShards(), SAME), source, source)
+            self._record(name, _twice(Unique() if len(source) == 1 else SameShards(), SAME), source, source)
             return
         if len(source) == 1 and target is None and self.degree is None:
-            self._note(name, source)
+            self._record_uncut(name, source)
             return
-        sides, rule = self._find(name), None if target is None else find_resize(self.rule_sets, name)
-        if rule is not None and (any(each.is_in_parts(source) for each, _ in sides) if sides else is_fused(name)):
+        sides, rule = self._find_sides(name), None if target is None else find_resize(self.rule_sets, name)
+        if rule is not None and (any(pattern.is_in_parts(source) for pattern, _ in sides) if sides else is_fused(name)):
             raise MismatchError(
                 f"the resize rule {rule.match!r}: {name} is fused, so that new rows at its end would belong to its "
                 "last part. If it is not fused, give a rule with the pattern shard-v"
@@ -169,63 +169,64 @@ class _Settler:
             sides = _twice(pattern, sides[0][1] if sides else SHAPES)
         sides = sides or self._prove(name, source, target)
         if not sides:
-            why = tuple(f"{one.name}: {one.hints[name]}" for one in self.rule_sets if name in one.hints)
-            self.settled.open[name] = Unsettled(name, source, target, why, self.settled.sides)
+            hints = tuple(f"{rules.name}: {rules.hints[name]}" for rules in self.rule_sets if name in rules.hints)
+            self.settled.open[name] = Unsettled(name, source, target, hints, self.settled.sides)
             return
         if self.degree is not None:
             unit = self.facts.args.get("make_vocab_size_divisible_by")  # Megatron pads to it times the degree
             pad = unit if isinstance(unit, int) and unit > 0 else None
             target = sides[1][0].spread(sides[0][0].join(source).shape, self.degree, pad)
-        self._keep(name, sides, source, target)
+        self._record(name, sides, source, target)
 
     def _compare_orders(self, name: str, shapes: tuple[Shape, ...]) -> None:
-        """Raise MismatchError if both descriptions order equal shapes differently."""
+        """Raise MismatchError if both sides' patterns order the same shards differently."""
         try:
-            (pattern, origin), (other, other_origin) = self._find(name) or _twice(SameShards(), SAME)
-            have, want = replace(pattern.join(shapes), claims=None), other.join(shapes)
+            (pattern, origin), (other, other_origin) = self._find_sides(name) or _twice(SameShards(), SAME)
+            old, new = replace(pattern.join(shapes), claims=None), other.join(shapes)
             sizes = [count(shape) for shape in shapes]
-            runs = [copy_runs(have, rank, want, rank, 0, size) for rank, size in enumerate(sizes)]
+            runs = [copy_runs(old, rank, new, rank, 0, size) for rank, size in enumerate(sizes)]
         except MismatchError:  # unchanged shards need no description
             return
-        if have.shape == want.shape and runs != [(Run(0, 0, size),) if size else () for size in sizes]:
+        if old.shape == new.shape and runs != [(Run(0, 0, size),) if size else () for size in sizes]:
             raise MismatchError(
                 f"{origin} and {other_origin} give its shards {_describe_side(shapes)} different orders of elements. "
                 f"Give a rule for it if {' and '.join(self.settled.sides)} have the same layout, else build the model "
                 "with the saved one"
             )
 
-    def _note(self, name: str, source: tuple[Shape, ...]) -> None:
-        """Keep an uncut parameter's pattern, if any, for later conversions."""
+    def _record_uncut(self, name: str, source: tuple[Shape, ...]) -> None:
+        """Record an uncut parameter with its rule's pattern, for its later cut."""
         try:
-            self._keep(name, self._find(name) or _twice(Unique(), SAME), source, None)
+            self._record(name, self._find_sides(name) or _twice(Unique(), SAME), source, None)
         except MismatchError:
             if any(rule_set.by == "user" for rule_set in self.rule_sets):
                 raise
-            self._keep(name, _twice(Unique(), SAME), source, None)
+            self._record(name, _twice(Unique(), SAME), source, None)
 
-    def _keep(self, name: str, sides: _Sides, source: Sequence[Shape], target: Sequence[Shape] | None) -> None:
+    def _record(self, name: str, sides: _Sides, source: Sequence[Shape], target: Sequence[Shape] | None) -> None:
+        """Record a parameter's layouts; MismatchError if no rule allows their difference."""
         (pattern, origin), (other, other_origin) = sides
         rule = None if target in (None, source) else find_resize(self.rule_sets, name)
         other = other if rule is None else replace(other, vocab=None)  # the model may have fewer rows
-        have, want = pattern.join(source), None if target is None else other.join(target)
-        if want is not None and rule is not None and have.shape != want.shape:
-            have, self.settled.resizes[name] = rule.fit(have, want, pattern.vocab)
-        elif want is not None:
-            self.settled.reshaped[name] = have.shape, want.shape
-            check_shapes(have.shape, want.shape, pattern.vocab or other.vocab, self.settled.sides)
-            if have.shape != want.shape and (have.mean or have.is_in_parts or want.is_in_parts):
+        old, new = pattern.join(source), None if target is None else other.join(target)
+        if new is not None and rule is not None and old.shape != new.shape:
+            old, self.settled.resizes[name] = rule.fit(old, new, pattern.vocab)
+        elif new is not None:
+            self.settled.reshaped[name] = old.shape, new.shape
+            check_shapes(old.shape, new.shape, pattern.vocab or other.vocab, self.settled.sides)
+            if old.shape != new.shape and (old.mean or old.is_in_parts or new.is_in_parts):
                 source_name, target_name = self.settled.sides
                 raise MismatchError(
-                    f"vocabulary of {have.shape[0]} rows in {source_name}, {want.shape[0]} in {target_name}: padding "
+                    f"vocabulary of {old.shape[0]} rows in {source_name}, {new.shape[0]} in {target_name}: padding "
                     "of parameters in parts, or averaged over replicas, cannot differ"
                 )
             del self.settled.reshaped[name]
-        self.settled.layouts[name] = (have, want)
+        self.settled.layouts[name] = (old, new)
         self.settled.patterns[name] = pattern
         self.settled.origin[name] = "; ".join(dict.fromkeys((origin, other_origin)))
 
     def _fit_whole(self, name: str, source: Shape, target: Shape, sides: _Sides | None, rule: Resize | None) -> Pattern:
-        """Compare whole shapes; without a resize rule only vocabulary padding may differ."""
+        """Return whole tensors' pattern; MismatchError if no rule allows a difference."""
         patterns = [pattern for pattern, _ in sides or () if pattern.vocab and not pattern.is_in_parts([source])]
         vocab = patterns[0].vocab if patterns else None
         source_name, target_name = self.settled.sides
@@ -254,10 +255,10 @@ class _Settler:
     def _measure(self, source: Sequence[Shape]) -> dict[str, int]:
         """Return values for expressions: logical sizes if cut, and the vocabulary's rows."""
         totals = {f"total{dim}": sum(shape[dim] for shape in source) for dim in range(min(map(len, source)))}
-        vocab = next((one.vocab for one in self.rule_sets if one.vocab is not None), None)
+        vocab = next((rules.vocab for rules in self.rule_sets if rules.vocab is not None), None)
         return totals if vocab is None else {**totals, "vocab": vocab}
 
-    def _find(self, name: str) -> _Sides | None:
+    def _find_sides(self, name: str) -> _Sides | None:
         """Return the patterns of source and target with origins, or None without any."""
         patterns: dict[int, Pattern | None] = {}
         sides = []
@@ -286,10 +287,10 @@ def _twice(pattern: Pattern, origin: str) -> _Sides:
 
 
 def _describe_open(unsettled: Mapping[str, Unsettled]) -> str:
-    rules = dict.fromkeys(json.dumps(parameter.suggest()) for parameter in unsettled.values())
+    rules = dict.fromkeys(json.dumps(param.suggest()) for param in unsettled.values())
     return (
         f"How tensor parallelism cuts the following is not known ({len(unsettled)} "
-        f"parameter{'s' * (len(unsettled) > 1)}): {_fold((n, one.text) for n, one in unsettled.items())}. Give the "
+        f"parameter{'s' * (len(unsettled) > 1)}): {_fold((n, param.text) for n, param in unsettled.items())}. Give the "
         'model\'s family or rules as "patterns" in "checkpoint": {"universal": …} or as --patterns. Families: '
         f"{', '.join(list_families())}. Rules to check and paste: [{', '.join(rules)}]"
     )

@@ -407,7 +407,7 @@ def test_rename_rules_that_yield_no_live_name_are_skipped() -> None:
 
 def test_resize_rules_match_names_with_the_prefix() -> None:
     (mine,) = from_config({"prefix": r"base\.", "resize": [{"match": "w"}]})
-    assert mine.resizes[0].fits("base.w") and not mine.resizes[0].fits("w")
+    assert mine.resizes[0].matches("base.w") and not mine.resizes[0].matches("w")
 
 
 def test_kept_rows_of_one_rank() -> None:
@@ -492,7 +492,7 @@ def test_suggested_resize_rules_make_the_shapes_fit(shapes: Any, rules: Any) -> 
     assert f'"patterns": {json.dumps(patterns)} ' in advise_resize(shapes)
     (made,) = from_config(patterns)
     for name, (saved, live) in shapes.items():
-        (rule,) = [rule for rule in made.resizes if rule.fits(name)]
+        (rule,) = [rule for rule in made.resizes if rule.matches(name)]
         assert rule.fit(whole(saved), whole(live))[1].live == live[0]
 
 
