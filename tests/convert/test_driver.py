@@ -102,6 +102,20 @@ def test_any_numbers_of_nodes_and_workers_write_the_same_bytes(tmp_path: Path, t
     assert all(each == found[0] for each in found)
 
 
+def test_torch_loads_the_files(tmp_path: Path) -> None:
+    saved_run = make_source(2)
+    to = tmp_path / "out"
+    convert(open_run(saved_run, tmp_path / "tag"), saved_run, to)
+    saved = torch.load(to / "zero/body.row/exp_avg.pt", weights_only=True)
+    assert saved["cat_dim"] == 1
+    assert torch.equal(saved["param"], saved_run.state.atoms["body.row"]["exp_avg"])
+    word = torch.load(to / "zero/body.word/fp32.pt", weights_only=True)
+    assert word["vocab_tensor"] is True
+    assert torch.equal(word["param"], saved_run.state.atoms["body.word"]["fp32"][:11]), "upstream sees no padding"
+    step = torch.load(to / "zero/body.row/step.pt", weights_only=True)
+    assert torch.equal(torch.as_tensor(step), torch.as_tensor(saved_run.state.scalars["body.row"]["step"]))
+
+
 def convert_tag(folder: Path, tag: str = "tag", to: str | None = None, patterns: Any = None, **options: Any) -> Any:
     """Convert a tag, by default to ``TAG_universal``."""
     destination, chosen = str(folder / to) if to else None, ConvertOptions(**{"workers": 1, **options})

@@ -246,6 +246,15 @@ def test_rename_rules_and_prefixes_without_a_match_are_logged(tmp_path: Path, ca
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
+def test_stage_0_without_names_exports_the_models_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = random_state(MODEL, 0, precision="fp16")
+    path = write_checkpoint(tmp_path, MODEL, state, Topology(0, precision="fp16", wrapper="fused"))
+    index = open_checkpoint(str(path), Comm(), Naming(weights_only=True))
+    export_safetensors(index, str(tmp_path / "out"))
+    assert "no fp32 weights with names, so the model's own float16 are written; if" in caplog.text
+    assert torch.equal(load_all(tmp_path / "out")["b.weight"], state.atoms["b.weight"]["fp32"].half().float())
+
+
 @pytest.mark.parametrize("export", [export_safetensors, partial(export_dcp, weights_only=True)], ids=["hf", "dcp"])
 def test_default_casts_and_overflows_are_logged(tmp_path: Path, export: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Values that were infinite or NaN before are not logged."""
