@@ -100,7 +100,7 @@ class FileTable:
         holders = [place for place in places if name in self.visible[place] and (place, name) not in self.differing]
         return {join_path(self.folders[place], name): self.visible[place][name].size for place in holders}
 
-    def refer(self, name: str, size: int, crc: int | None = None, *, identified: bool = True) -> FileRef:
+    def make_ref(self, name: str, size: int, crc: int | None = None, *, identified: bool = True) -> FileRef:
         """Return a reference to a file of ``size`` bytes and its copies, nearest first.
 
         Args:

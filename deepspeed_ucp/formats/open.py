@@ -193,6 +193,7 @@ def seal_folder(folder: str, comm: Comm, *, local: bool = False) -> None:
 
 
 def _list_stale_files(findings: Iterable[Finding]) -> list[str]:
+    """Return the files of an earlier save, without redundant copies of this one's."""
     return [finding.file for finding in findings if finding.kind == "leftover" and not finding.names]
 
 

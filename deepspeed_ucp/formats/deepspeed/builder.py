@@ -294,7 +294,7 @@ class Builder:
         number = self.file_ids.get(header.name)
         if number is None:
             number = self.file_ids[header.name] = len(self.files)
-            self.files.append(self.save.where.refer(header.name, header.size, header.crc, identified=header.checked))
+            self.files.append(self.save.where.make_ref(header.name, header.size, header.crc, identified=header.checked))
         return number
 
     def add(self, rank: SavedRank, name: str, state: str, header: FileHeader, piece: Piece) -> None:
@@ -396,8 +396,7 @@ class Builder:
     ) -> dict[str, Piece]:
         """Return the element-wise states of a tensor; record others for its parameters.
 
-        Args:
-            numel: elements of an element-wise state.
+        ``numel``: elements of an element-wise state.
         """
         scalars = {n: value for n, value in states.single.items() if numel != 1 or n == "step"} | states.scalars
         irregular, elementwise = dict(states.other), {}

@@ -243,7 +243,7 @@ def _read_rest(results: ReadResults, save: Save, comm: Comm) -> tuple[list[FileH
         result = results.pop(name, None) or results.read(name)  # keep only the compact form of thousands
         if isinstance(result, Finding):
             return result
-        return encode_header(_slim(result, first[0], repeats=name in further), common, templates)
+        return encode_header(_drop_repeated(result, first[0], repeats=name in further), common, templates)
 
     shared = save.where.share(names, read, comm, choose_map(save.folder), first=1)
     packed = {b"": common}
@@ -252,7 +252,7 @@ def _read_rest(results: ReadResults, save: Save, comm: Comm) -> tuple[list[FileH
     return [*first, *headers], [result for result in decoded if isinstance(result, Finding)]
 
 
-def _slim(header: FileHeader, first: FileHeader, *, repeats: bool) -> FileHeader:
+def _drop_repeated(header: FileHeader, first: FileHeader, *, repeats: bool) -> FileHeader:
     """Drop parts that are used only from the first file's header; add missing degrees.
 
     ``repeats``: the file repeats the model of its model-parallel rank's first file.
@@ -314,7 +314,7 @@ def _find_foreign_variants(where: FileTable, save: Save, comm: Comm) -> list[Fin
     for header in variants:
         mp = read_model_rank(header.name.partition(" ")[0])
         if mp is not None and mp < len(models):
-            models[mp].append(_slim(header, save.main, repeats=True))
+            models[mp].append(_drop_repeated(header, save.main, repeats=True))
     names = {header.name for header in variants}
     return [
         fault for fault in find_foreign_files(replace(save, models=models)) if fault.file in names and not fault.warning
@@ -358,8 +358,7 @@ def find_late_files(folder: str, entries: Mapping[str, Entry], used: Sequence[st
 
     This is only a warning, since copies and restored files have other times and clocks differ.
 
-    Args:
-        entries: its files; an unknown time is 0.
+    ``entries``: its files; an unknown time is 0.
     """
     times = sorted((entries[name].changed, name) for name in used if name in entries and entries[name].changed)
     if not times:

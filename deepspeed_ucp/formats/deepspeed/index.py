@@ -219,5 +219,5 @@ def _find_lost_states(save: Save, atoms: Mapping[AtomKey, Atom]) -> dict[AtomKey
         reason = f"not in the files: offload_optimizer.ratio {ratio} kept it in a second optimizer"
     if not reason or not save.model(0).counters.get("global_steps"):
         return {}
-    kept = {key.param for key in atoms if key.state not in (MASTER, MODULE, COPY)}
-    return {key.param.atom("moments"): reason for key in atoms if key.state == MASTER and key.param not in kept}
+    with_states = {key.param for key in atoms if key.state not in (MASTER, MODULE, COPY)}
+    return {key.param.atom("moments"): reason for key in atoms if key.state == MASTER and key.param not in with_states}

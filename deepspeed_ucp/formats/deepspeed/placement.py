@@ -132,6 +132,7 @@ class _Search:
         yield from self._divide(0, 0)
 
     def _divide(self, stage: int, first: int) -> Iterator[list[_Stage]]:
+        """Yield divisions of the layers from ``first`` on into ``stage`` and later ones."""
         if stage == self.save.pp:
             if first == len(self.layers):
                 yield []
@@ -189,15 +190,15 @@ class _TwoWays(_Search):
     def fits(self) -> bool:
         """Return True if a division fits the states, with the last layer on stage 0."""
         self._seen: set[tuple[int, int, int]] = set()
-        return self._reach(0, 0, len(self.layers))
+        return self._fits_rest(0, 0, len(self.layers))
 
-    def _reach(self, stage: int, first: int, last: int) -> bool:
+    def _fits_rest(self, stage: int, first: int, last: int) -> bool:
         if stage == self.save.pp:
             return first == last
         if (stage, first, last) in self._seen:
             return False
         self._seen.add((stage, first, last))
-        return any(self._reach(stage + 1, *rest) for rest in self._list_rests(stage, first, last))
+        return any(self._fits_rest(stage + 1, *rest) for rest in self._list_rests(stage, first, last))
 
     def _list_rests(self, stage: int, first: int, last: int) -> Iterator[tuple[int, int]]:
         """Yield the ranges of layers that may remain for the later stages."""

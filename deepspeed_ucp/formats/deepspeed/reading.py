@@ -233,7 +233,7 @@ def _read_model(file: TorchFile, tree: dict[Any, Any]) -> ModelHeader:
         module=module,
         nested=any(isinstance(value, dict) and not str(key).endswith(EXTRA_STATE) for key, value in entries),
         buffers=field("buffer_names", _as_names),
-        param_shapes=field("param_shapes", _read_groups),
+        param_shapes=field("param_shapes", _read_group_shapes),
         frozen_shapes=frozen_shapes,
         frozen=frozen,
         shared=dict(field("shared_params", _as_pairs)),
@@ -324,9 +324,9 @@ def read_inner(
     states = {key: _read_states(file, saved.get(key, {})) for key in members}
     for key in members[:1]:  # states of the whole optimizer are recorded with its first parameter
         states[key] = replace(states[key], other=states[key].other | common)
-    kept, clip = len(groups) if wrapper.is_flat else len(members), to_number(state.get("clip_grad"))
-    if wrapper.has_copies and not wrapper.is_cut and len(masters) != kept:
-        raise ValueError(f"{len(masters)} fp32 weights, and optimizer states of {kept}")
+    expected, clip = len(groups) if wrapper.is_flat else len(members), to_number(state.get("clip_grad"))
+    if wrapper.has_copies and not wrapper.is_cut and len(masters) != expected:
+        raise ValueError(f"{len(masters)} fp32 weights, and optimizer states of {expected}")
     return OptimHeader(
         kind=wrapper.name,
         stage=wrapper.stages[-1],
@@ -467,7 +467,7 @@ def _as_pairs(shared: Any) -> list[tuple[str, str]]:
     return [(one, other) for one, other in map(_as_names, pairs)]
 
 
-def _read_groups(groups: Any) -> tuple[tuple[tuple[str, Shape], ...], ...] | None:
+def _read_group_shapes(groups: Any) -> tuple[tuple[tuple[str, Shape], ...], ...] | None:
     return None if groups is None else tuple(tuple(_as_shapes(group).items()) for group in as_list(groups))
 
 

@@ -292,8 +292,7 @@ Comparison = tuple[Iterable[FileHeader], str, Callable[[FileHeader], Any], str]
 def read_marks(tree: Mapping[Any, Any], writer: str) -> dict[str, str]:
     """Return a file's marks, short hashes of values that all files of a save share.
 
-    Args:
-        writer: form of the archive, which differs between torch releases and DeepSpeed's writers.
+    ``writer``: form of the archive, which differs between torch releases and DeepSpeed's writers.
     """
     others = (*DEEPSPEEDS, "optimizer_state_dict", KEY)  # the plugin's state differs by rank
     client = {key: value for key, value in tree.items() if key not in others}

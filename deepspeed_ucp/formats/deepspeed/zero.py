@@ -221,6 +221,7 @@ class _BufferAdder:
                 self.builder.add(self.rank, name, MASTER, shard, empty)
 
     def _list_cuts(self, part: int) -> list[Cut]:
+        """Return the cuts of a partition, by its number over all buffers."""
         number, part = divmod(part, self.buffers[0].parts)
         return self.buffers[number].cuts(part)
 
@@ -271,7 +272,7 @@ class _BufferAdder:
         recorded = batch.slices[self.index] if self.index < len(batch.slices) else ((),) * len(headers)
         if recorded != expected and not zero.get("round_robin_gradients"):
             for header, actual, wanted in zip(headers, recorded, expected, strict=True):
-                self._compare_slices(header, actual, wanted)
+                self._refuse_other_slices(header, actual, wanted)
         ends = [slices[-1][1] + slices[-1][2] if slices else 0 for slices in self.expected]
         sizes = batch.pick(self.index, "numel")
         for part, header, numel in zip(batch.parts, headers, sizes, strict=True):
@@ -283,7 +284,7 @@ class _BufferAdder:
                     path=self.builder.save.path(header),
                 )
 
-    def _compare_slices(self, shard: FileHeader, recorded: Slices, expected: Slices) -> None:
+    def _refuse_other_slices(self, shard: FileHeader, recorded: Slices, expected: Slices) -> None:
         actual, wanted = (
             sorted((strip_compiled(name), start, numel) for name, start, numel in slices)
             for slices in (recorded, expected)

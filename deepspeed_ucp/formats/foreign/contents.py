@@ -239,7 +239,7 @@ class _AtomMaker:
         shape, dtype = tensor.shape, tensor.dtype
         chunks, blocks = [chunk for chunk in tensor.chunks if chunk.piece.numel], list[Fragment]()
         for chunk in chunks:
-            record, piece = self._find_record(chunk), chunk.piece
+            record, piece = self._number_record(chunk), chunk.piece
             self._check_block(name, tensor, chunk)
             blocks.append(Fragment.of_block(chunk.offsets, piece.shape, shape, record, piece.offset))
         runs = sum(block.count_runs(shape) for block in blocks)
@@ -275,13 +275,13 @@ class _AtomMaker:
                 path=self.where.path(chunk.file),
             )
 
-    def _find_record(self, chunk: TensorBlock) -> int:
+    def _number_record(self, chunk: TensorBlock) -> int:
         file = self._file_ids.get(chunk.file)
         if file is None:
             if chunk.file not in self.where.entries:
                 raise CheckpointError("is missing. Copy it here.", path=self.where.path(chunk.file))
             file = self._file_ids[chunk.file] = len(self.files)
-            self.files.append(self.where.refer(chunk.file, self.where.entries[chunk.file].size))
+            self.files.append(self.where.make_ref(chunk.file, self.where.entries[chunk.file].size))
         record = chunk.piece.record
         number = self._record_ids.setdefault((file, record), len(self.records))
         if number == len(self.records):
@@ -290,6 +290,7 @@ class _AtomMaker:
 
 
 def _is_grid(shape: Shape, chunks: Sequence[TensorBlock]) -> bool:
+    """Return True if the blocks tile the tensor as a grid, each cell once."""
     cuts = [sorted({(chunk.offsets[dim], chunk.piece.shape[dim]) for chunk in chunks}) for dim in range(len(shape))]
     for cut, size in zip(cuts, shape, strict=True):
         if [*(at for at, _ in cut), size] != [0, *(at + width for at, width in cut)]:

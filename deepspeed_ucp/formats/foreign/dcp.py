@@ -353,10 +353,10 @@ def _read_metadata(path: str, *, folder: str) -> Metadata:
     for name, item in root.get("state_dict_metadata", {}).items():
         key = read_name(name)
         if item.kind.endswith(".TensorStorageMetadata"):
-            fields = _read_fields(item)
+            fields = _get_attributes(item)
             properties = fields["properties"].state
             dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
-            chunks = map(_read_fields, fields["chunks"])
+            chunks = map(_get_attributes, fields["chunks"])
             blocks = [(read_shape(chunk["offsets"]), read_shape(chunk["sizes"])) for chunk in chunks]
             metadata.tensors[key] = _name_dtype(dtype), read_shape(fields["size"]), blocks
         elif item.kind.endswith(".BytesStorageMetadata"):
@@ -364,10 +364,10 @@ def _read_metadata(path: str, *, folder: str) -> Metadata:
         else:
             raise UnsupportedError(f"{key} is stored as {describe(item)}, which is not read here.", path=path)
     for index, info in (root.get("storage_data") or {}).items():
-        named = _read_fields(index)
+        named = _get_attributes(index)
         begin = named.get("offset")
         block = read_name(named["fqn"]), None if begin is None else read_shape(begin)
-        metadata.places[block] = _read_place(_read_fields(info), path, folder)
+        metadata.places[block] = _read_place(_get_attributes(info), path, folder)
     paths = root.get("planner_data") or {}
     metadata.paths = {
         read_name(name): tuple(key if is_short(key) else read_name(key) for key in keys)
@@ -377,7 +377,7 @@ def _read_metadata(path: str, *, folder: str) -> Metadata:
     return metadata
 
 
-def _read_fields(value: Any) -> dict[str, Any]:
+def _get_attributes(value: Any) -> dict[str, Any]:
     if not isinstance(value, PickledObject) or not isinstance(fields := value.state, dict):
         raise ValueError(f"{describe(value)} for an object with attributes")
     return fields

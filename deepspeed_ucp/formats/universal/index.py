@@ -293,8 +293,7 @@ def find_faults(folder: str, seal: Seal, names: Iterable[str] | None = None) -> 
 
     An object store lists a thousand files at once; a file system looks up each file.
 
-    Args:
-        names: files to look at (default: all).
+    ``names``: files to look at (default: all).
     """
     tree = list_tree(folder) if is_url(folder) else {}
     findings: list[Finding | None] = []

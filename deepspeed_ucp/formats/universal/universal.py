@@ -193,10 +193,10 @@ def _read_param(folder: str, name: str, files: Sequence[str]) -> dict[str, Param
             "it last. Copy the whole folder, or convert again."
         )
         raise CheckpointError(text, findings=[Finding("missing", MANIFEST, text)])
-    return {file[:-3]: _read_file(folder, f"{ZERO}/{name}/{file}") for file in files if file.endswith(".pt")}
+    return {file[:-3]: _read_param_file(folder, f"{ZERO}/{name}/{file}") for file in files if file.endswith(".pt")}
 
 
-def _read_file(folder: str, name: str) -> ParamHeader:
+def _read_param_file(folder: str, name: str) -> ParamHeader:
     path = os.path.join(folder, name)
     file = read_header(path)
     tree, header = file.tree, FileHeader(name, file.size, crc=file.header_crc)
