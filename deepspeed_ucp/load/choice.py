@@ -65,7 +65,7 @@ def choose_loader(context: LoadContext, folder: str, also: Sequence[str] = ()) -
     if context.engine.use_node_local_storage() and not atomic:
         doubts = find_own_differences(context, folder, target)
         if not doubts and context.config.same_topology != "direct":
-            return _leave_own_files(context, folder, _NODE_LOCAL, target)
+            return _choose_own_load(context, folder, _NODE_LOCAL, target)
     if not doubts:
         is_direct = context.config.same_topology == "direct"
         doubts += ["load_universal is on, but this is no atomic checkpoint"] * (context.loads_universal and not atomic)
@@ -228,7 +228,7 @@ def _require_own_files(context: LoadContext, folder: str, why: str) -> Choice:
             f"{shorten(differences, 4)}. Resume in the topology that saved it. {OWN_LOAD}"
         )
         raise context.comm.common(UnsupportedError(text, path=folder))
-    return _leave_own_files(context, folder, why)
+    return _choose_own_load(context, folder, why)
 
 
 def find_own_differences(context: LoadContext, folder: str, target: Target | None = None) -> list[str]:
@@ -254,7 +254,7 @@ def find_own_differences(context: LoadContext, folder: str, target: Target | Non
     return list(dict.fromkeys(text for part in context.comm.gather_results(compare) for text in part))
 
 
-def _leave_own_files(context: LoadContext, folder: str, why: str, target: Target | None = None) -> Choice:
+def _choose_own_load(context: LoadContext, folder: str, why: str, target: Target | None = None) -> Choice:
     """Choose DeepSpeed's load, after a check of the pickled classes (collective)."""
     engine, comm = context.engine, context.comm
     if not context.config.trust_pickle:

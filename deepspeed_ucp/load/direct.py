@@ -108,7 +108,7 @@ def _undo_on_error(engine: Any, transfer: Transfer, *, with_states: bool) -> Ite
 
 
 def _read(context: LoadContext, transfer: Transfer) -> None:
-    """Read and verify everything; only reproducible values change (collective)."""
+    """Run pass 1 and verify; only reproducible values change (collective)."""
     report = context.report
     with report.phase("read"):
         report.add_reads(transfer.read())
@@ -146,7 +146,7 @@ def reads_from_store(index: AtomicIndex, comm: Comm) -> bool:
 def _prepare(
     context: LoadContext, index: AtomicIndex, target: Target, *, with_states: bool
 ) -> tuple[FillPlan, dict[str, Any]]:
-    """Match engine and checkpoint, and read the state file (collective)."""
+    """Plan the fill and read the state file; all objections in one error (collective)."""
     comm, objections = context.comm, Objections()
     with objections:
         comm.run(lambda: _check_extensions(context, index, target))

@@ -172,7 +172,7 @@ class OptimizerMatch:
             )
         return ""
 
-    def find_live(self, flat: EngineBuffer) -> dict[str, torch.Tensor]:
+    def find_live_states(self, flat: EngineBuffer) -> dict[str, torch.Tensor]:
         """Return the element-wise states that the optimizer has in memory already."""
         states = self.target.optimizer.state.get(flat.tensor, {})
         tensors = {name: value for name, value in states.items() if isinstance(value, torch.Tensor)}
@@ -182,7 +182,7 @@ class OptimizerMatch:
 
     def make_states(self, flat: EngineBuffer) -> States:
         """Return a flat buffer's states to restore: the optimizer's, or new memory."""
-        kept, live, tensors = self.probe(flat), self.find_live(flat), {}
+        kept, live, tensors = self.probe(flat), self.find_live_states(flat), {}
         for state, stored in self.saved_states(flat).items():
             dtype = kept.elementwise.get(state) if kept and state not in flat.whole else None
             make = partial(_allocate_state, flat, state, dtype or getattr(torch, stored))
@@ -197,7 +197,7 @@ class OptimizerMatch:
         index, target, notes = self.index, self.target, list[str]()
         has_trained = bool(index.groups) and bool(index.foreign or index.counters.get("global_steps"))
         kind = type(target.optimizer).__name__
-        if new := dict.fromkeys(name for flat in target.flats for name in self._list_new(flat)):
+        if new := dict.fromkeys(name for flat in target.flats for name in self._list_stateless(flat)):
             notes.append(_NEW.format(shorten(new)))
         bare = [flat for flat in target.flats if not self._has_states(flat)]
         if len(bare) < len(target.flats):
@@ -215,7 +215,7 @@ class OptimizerMatch:
             notes.append(_UNEVEN.format(kind))
         return notes
 
-    def _list_new(self, flat: EngineBuffer) -> list[str]:
+    def _list_stateless(self, flat: EngineBuffer) -> list[str]:
         """List parameters without saved states that get the restored step count of others.
 
         The others are in the same flat buffer, or in the param group if it has the count (FusedAdam).

@@ -63,7 +63,7 @@ def find_tag(
         tags, faults, others = zip(*comm.gather_results(partial(ask, place)), strict=True)
         errors += filter(None, faults)
         newest = newest or next(filter(None, others), None)
-        chosen = chosen or comm.run_replicated(partial(_choose, load_dir, tags))
+        chosen = chosen or comm.run_replicated(partial(_choose_tag, load_dir, tags))
         if chosen is None and errors:
             break
         if chosen is not None and (chosen, "") in zip(tags, faults, strict=True):
@@ -104,7 +104,7 @@ def _look(
     return named, "", None
 
 
-def _choose(load_dir: str, named: Sequence[str | None]) -> str | None:
+def _choose_tag(load_dir: str, named: Sequence[str | None]) -> str | None:
     if len({*named} - {None}) > 1:
         raise CheckpointError(
             f"ranks see different checkpoints ({_describe_tags(named)}). Remove the `latest` of the older "

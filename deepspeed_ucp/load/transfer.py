@@ -286,7 +286,7 @@ class Transfer:
                         checks.extend(reader.read_group(item, with_stage))
                     else:
                         nbytes = item[0].nbytes
-                        self._store(*item, sinks)
+                        self._store_claim(*item, sinks)
                     self.pages.note(nbytes, time.thread_time() - begin)
 
         items: list[list[Read] | Received] = [*reader.group(reads), *received]
@@ -294,7 +294,7 @@ class Transfer:
             run_threads(items, work, self.threads)
         return checks
 
-    def _store(self, claim: Read, memory: memoryview, step: int, sinks: Sinks) -> None:
+    def _store_claim(self, claim: Read, memory: memoryview, step: int, sinks: Sinks) -> None:
         """Copy a claim's bytes to its sinks; its runs begin ``step`` bytes apart."""
         with self.device_copies.pool.lend() as scratch:
             data = memory[: claim.nbytes]

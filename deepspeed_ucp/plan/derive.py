@@ -183,7 +183,7 @@ def _make_atom(index: AtomicIndex, key: AtomKey, made: DerivedParam) -> tuple[At
     atoms = [atom_of[source] for source in sources]
     shards, again, itemsize = list[tuple[Shape, Fragments]](), list[tuple[int, Fragment]](), ITEMSIZE[atoms[0].dtype]
     for at, saved in enumerate(zip(*(atom.shards for atom in atoms), strict=True)):
-        spans = list(_lay_out(made.slices, [shard.numel for shard in saved]))
+        spans = list(_place_slices(made.slices, [shard.numel for shard in saved]))
         numel = sum(high - low for low, high, _ in spans)
         shape = made.find_shape(numel, saved[0].shape)
         if prod(shape) != numel:
@@ -193,16 +193,16 @@ def _make_atom(index: AtomicIndex, key: AtomKey, made: DerivedParam) -> tuple[At
         has_blocks = len(saved) == 1 and isinstance(storage, Fragments) and storage.shape
         blocks = storage.cut_blocks(*spans[0][:2], shape) if has_blocks else None
         moved = (
-            _move(shard.find(key.state, *span[:2]), *span, itemsize) for shard, span in zip(saved, spans, strict=True)
+            _clip(shard.find(key.state, *span[:2]), *span, itemsize) for shard, span in zip(saved, spans, strict=True)
         )
         shards.append((shape, blocks or Fragments(atoms[0].dtype, list(chain.from_iterable(moved)))))
         for source, span in zip(sources, spans, strict=True):
             parts = (part for shard, part in index.repeated.get(source, ()) if shard == at)
-            again += [(at, part) for part in _move(parts, *span, itemsize)]
+            again += [(at, part) for part in _clip(parts, *span, itemsize)]
     return Atom.of(key.name, key.state, shards, key.instance), tuple(again)
 
 
-def _lay_out(slices: Iterable[Slice], numels: Iterable[int]) -> Iterator[tuple[int, int, int]]:
+def _place_slices(slices: Iterable[Slice], numels: Iterable[int]) -> Iterator[tuple[int, int, int]]:
     """Yield (low, high, position in the derived shard) of each slice of saved shards."""
     position = 0
     for piece, numel in zip(slices, numels, strict=True):
@@ -211,7 +211,7 @@ def _lay_out(slices: Iterable[Slice], numels: Iterable[int]) -> Iterator[tuple[i
         position += high - low
 
 
-def _move(fragments: Iterable[Fragment], begin: int, end: int, position: int, itemsize: int) -> Iterator[Fragment]:
+def _clip(fragments: Iterable[Fragment], begin: int, end: int, position: int, itemsize: int) -> Iterator[Fragment]:
     """Yield fragments clipped to elements [begin, end) and moved to ``position``."""
     for fragment in fragments:
         low, high = max(fragment.start, begin), min(fragment.start + fragment.numel, end)

@@ -155,7 +155,7 @@ class Round:
         is_remote = (~same_node).tolist()
         to = [is_remote[peer] and is_active[(peer - rank) % size] for peer in range(size)]
         by = [is_remote[peer] and is_active[(rank - peer) % size] for peer in range(size)]
-        return _keep(self.served, to), _keep(self.claims, by)
+        return _blank_others(self.served, to), _blank_others(self.claims, by)
 
     def list_local_copies(self, same_node: SameNode) -> list[tuple[int, int, Read]]:
         """List the claims that this rank copies from its node's staging memory.
@@ -170,8 +170,8 @@ class Round:
         ]
 
 
-def _keep(rows: Sequence[list[Read]], kept: Iterable[bool]) -> list[list[Read]]:
-    """Replace the rows that are not kept by empty ones."""
+def _blank_others(rows: Sequence[list[Read]], kept: Iterable[bool]) -> list[list[Read]]:
+    """Replace the rows that are not ``kept`` by empty ones."""
     return [row if keep else [] for row, keep in zip(rows, kept, strict=True)]
 
 
@@ -215,13 +215,13 @@ def make_owner_plan(
     """
     answers = [np.full((len(table), 2), (SELF_READ, 0), np.int64) for table in tables]
     plan = LoadPlan([], [], same_node)
-    claimed = _group(tables, blocks.block)
+    claimed = _group_claims(tables, blocks.block)
     for record, number in owned:
         low = number * blocks.block
         high = min(low + blocks.block, int(blocks.nbytes[record]))
         claims = claimed.get((record, number), [])
         excluded = blocks.access.find_excluded(record) if claims else None
-        self_read, owner_read = _split(claims, low, min_direct, excluded)
+        self_read, owner_read = _split_by_reader(claims, low, min_direct, excluded)
         gaps = find_gaps(self_read, high, low)
         if owner_read:
             plan.serve_from_staging(record, gaps, owner_read, round_bytes, answers)
@@ -235,7 +235,7 @@ def make_owner_plan(
     return plan, answers
 
 
-def _group(tables: Sequence[Table], block: int) -> dict[tuple[int, int], list[CopyItem]]:
+def _group_claims(tables: Sequence[Table], block: int) -> dict[tuple[int, int], list[CopyItem]]:
     """Group claims by (record, block of it).
 
     The destination of an item is the rank that claims, and the position is the row in its table.
@@ -247,7 +247,7 @@ def _group(tables: Sequence[Table], block: int) -> dict[tuple[int, int], list[Co
     return claimed
 
 
-def _split(
+def _split_by_reader(
     claims: Sequence[CopyItem], begin: int, min_direct: int, excluded: npt.NDArray[np.bool_] | None
 ) -> tuple[list[Span], list[CopyItem]]:
     """Split claims on a block by their reader.

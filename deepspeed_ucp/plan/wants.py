@@ -119,7 +119,7 @@ class Wants:
             self.averaged[atom.key] = layouts[0], resized.kept
             rows, *columns = layouts[1].shards[tp_shard % len(layouts[1].shards)]
             width, view = prod(map(measure, columns)), layouts[1].view[1:]
-            for begin, end in _list_new(rows, resized.kept, width, cut):
+            for begin, end in _list_new_rows(rows, resized.kept, width, cut):
                 offset = low - cut.start
                 self.rows.append(NewRows(buffer, offset + begin, offset + end, atom.key, begin, view, tuple(columns)))
 
@@ -249,7 +249,7 @@ def view_shards(layouts: tuple[Layout, Layout] | None, tp_shard: int) -> tuple[V
     return (View(*layouts, tp_shard, find_shards(*layouts, tp_shard)),)
 
 
-def _list_new(rows: Intervals, kept: int, width: int, cut: Cut) -> Iterator[Span]:
+def _list_new_rows(rows: Intervals, kept: int, width: int, cut: Cut) -> Iterator[Span]:
     """Yield a flattened shard's elements [low, high) that are new rows in a cut.
 
     Args:

@@ -190,7 +190,7 @@ def stream(
     Raises:
         UcpError: the first thread's error; the others stop after their batch.
     """
-    largest = [max((_lay_out(batch, atoms)[-1] for batch in batches), default=0) for _, atoms in sources]
+    largest = [max((_align_ranges(batch, atoms)[-1] for batch in batches), default=0) for _, atoms in sources]
     spans = [span for batch in batches for span in batch.ranges]
     total = sum(span.numel * atoms[span.output].itemsize for _, atoms in sources for span in spans)
 
@@ -202,7 +202,7 @@ def stream(
             sides, checks = [], []
             for (reader, atoms), space in zip(sources, spaces, strict=True):
                 wants = [atoms[span.output].want(span.start, span.numel) for span in batch.ranges]
-                offsets = _lay_out(batch, atoms)
+                offsets = _align_ranges(batch, atoms)
                 sides.append([space[offset:][: want.nbytes] for want, offset in zip(wants, offsets, strict=False)])
                 checks += reader.read_tensors(wants, sides[-1])
             consume(batch, sides, checks, scratch)
@@ -212,7 +212,7 @@ def stream(
         run_threads(batches, work, threads)
 
 
-def _lay_out(batch: Batch, atoms: Sequence[FullTensor]) -> list[int]:
+def _align_ranges(batch: Batch, atoms: Sequence[FullTensor]) -> list[int]:
     """Return the aligned memory offset of each range of a batch, and the total size."""
     offsets = [0]
     for span in batch.ranges:

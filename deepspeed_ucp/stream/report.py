@@ -24,6 +24,7 @@ class Report:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        """Add the seconds that the context takes to a phase."""
         begin, at = time.perf_counter(), time.time()
         try:
             yield
