@@ -222,6 +222,7 @@ def _find_fault(folder: str, manifest: Manifest, work: _Conversion) -> str:
 
 
 def _convert(work: _Conversion) -> None:
+    """Write all files, verify the source, and publish the output (collective)."""
     comm, report = work.comm, work.report
     checks = list[Checked]()
     fresh = _write(work, checks)

@@ -64,4 +64,5 @@ def digest_view(index: AtomicIndex) -> str:
 
 
 def _find_place(index: AtomicIndex, number: int) -> tuple[str, int]:
+    """Return the file name and the offset of a record."""
     return os.path.basename(index.files[index.records.files[number]].path), index.records.offsets[number]

@@ -238,6 +238,7 @@ class Target(ABC):
         return {name: self.shape_of(name) for name in self.params if name in self.owned}
 
     def group_members(self) -> dict[int, tuple[str, ...]]:
+        """Return the index of each param group → names of its parameters in ``flats``."""
         members: dict[int, list[str]] = {}
         for flat in self.flats:
             members.setdefault(flat.group, []).extend(flat.names)
@@ -293,6 +294,7 @@ class Target(ABC):
         return extras
 
     def _make_extra(self, name: str) -> EngineBuffer:
+        """Describe a parameter without optimizer, under ZeRO 3 this rank's partition."""
         param, index = self.params[name], self.fused_indices.get(name)
         partition = getattr(param, "ds_tensor", None)
         if partition is None:

@@ -33,7 +33,6 @@ NOT_CLIENT = (
 )
 """Keys of a model-states file that are not in the client state (engine.py ``_load_checkpoint``)."""
 
-
 PICKLED = (loss_scaler.LossScaler, loss_scaler.DynamicLossScaler, ZeroStageEnum, fragment_address)
 """DeepSpeed's classes that its state files contain."""
 
@@ -273,7 +272,7 @@ def refresh_after_own_load(target: Target, comm: Comm, *, with_states: bool) -> 
 def pick_client_state(
     saved: Mapping[str, Any], *, module_only: bool, with_scheduler: bool, with_optimizer: bool
 ) -> dict[str, Any]:
-    """Return the client state that DeepSpeed's load returns."""
+    """Return the client state as DeepSpeed's load does: without states that it loads."""
     hidden = {"module"} if module_only else set(NOT_CLIENT)
     if with_scheduler:
         hidden.add("lr_scheduler")

@@ -80,6 +80,7 @@ def _list_other_frozen(target: Target, index: AtomicIndex) -> Iterator[str]:
 
 
 def _list_options(target: Target) -> Iterator[str]:
+    """Name all options in use, except harmless ones."""
     engine, topology = target.engine, target.topology
     pipeline = topology.pp > 1 or hasattr(engine, "is_pipe_parallel")
     frozen = target.params.keys() - target.owned

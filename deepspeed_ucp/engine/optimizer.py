@@ -61,9 +61,9 @@ def probe_optimizer(optimizer: Any, group: int, hyper: Mapping[str, Any], like: 
         param = torch.zeros(shape, dtype=like.dtype, device=like.device)
         state = _step_shadow(optimizer, fields, param, torch.zeros_like(param))
         if state is not None:
-            return _sort_states(state, param.shape)
+            return _classify_states(state, param.shape)
     stepped = next((param for param in live["params"] if optimizer.state.get(param)), None)
-    return None if stepped is None else replace(_sort_states(optimizer.state[stepped], stepped.shape), lazy=False)
+    return None if stepped is None else replace(_classify_states(optimizer.state[stepped], stepped.shape), lazy=False)
 
 
 def is_muon_group(optimizer: Any, group: int) -> bool:
@@ -117,7 +117,7 @@ def _make_shadow(optimizer: Any, groups: list[dict[str, Any]]) -> Any:
     return shadow
 
 
-def _sort_states(state: Mapping[str, Any], shape: torch.Size) -> StateKinds:
+def _classify_states(state: Mapping[str, Any], shape: torch.Size) -> StateKinds:
     elementwise, scalars, other = {}, {}, {}
     for name, value in state.items():
         if value is None:
@@ -174,6 +174,7 @@ def adopt_hyper(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, 
 
 
 def _is_same_class(live: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+    """Return True if a saved group has every key of the live one."""
     return set(drop_labels(live)) - {"params", *_ALWAYS_KEPT} <= set(saved)
 
 

@@ -153,10 +153,9 @@ def find_one_sided(optimizer: Any, pairs: Iterable[tuple[Fields, Fields]]) -> st
 
 
 def watch_edits(engine: Any, *, with_scheduler: bool = True) -> Callable[[Fields | None], str]:
-    """Copy an engine's hyper-parameters before DeepSpeed's load replaces them.
+    """Return a function that describes hyper-parameters replaced after this call.
 
-    Returns:
-        A function that takes the loaded client state and describes replaced values, like :func:`find_edits`.
+    It takes the loaded client state and returns a text like :func:`find_edits`.
     """
     before = _copy_groups(engine)
     describe_schedule = watch_schedule(engine.lr_scheduler if with_scheduler else None)
@@ -176,11 +175,7 @@ def watch_edits(engine: Any, *, with_scheduler: bool = True) -> Callable[[Fields
 
 
 def watch_schedule(scheduler: Any) -> Callable[[], str]:
-    """Copy the settings of a scheduler before a load may replace them.
-
-    Returns:
-        A function that describes the replaced settings.
-    """
+    """Return a function that describes settings of a scheduler replaced afterwards."""
     before = _read_settings(scheduler)
 
     def describe() -> str:

@@ -129,6 +129,7 @@ class _LayerFiles:
         self._add_tied(candidates)
 
     def _check_missing(self) -> None:
+        """Raise CheckpointError if a layer with trained parameters has no file."""
         trained = set(map(number_layer, self.optimized)) - {-1}
         for tp, layers in enumerate(self.save.layers):
             if lacking := sorted(trained - set(layers)):
@@ -141,6 +142,7 @@ class _LayerFiles:
                 )
 
     def _add_tied(self, candidates: Mapping[int, Sequence[TiedModule]]) -> None:
+        """Add tied modules, given the modules that each layer's file may hold."""
         by_key: dict[str, dict[int, set[int]]] = {}
         for layer, fitting in sorted(candidates.items()):
             keys = sorted({key for key, _ in fitting})

@@ -36,8 +36,7 @@ class SwapPlace:
     def make(self, numel: int, state: str = "") -> torch.Tensor:
         """Map ``numel`` elements, 1-D, of a new file; DiskFullError if there is no room.
 
-        Args:
-            state: optimizer state; empty for the masters or the parameter.
+        Without an optimizer state the file is the masters' or the parameter's.
         """
         folder, name = os.path.split(self.path)
         path = os.path.join(folder, f"{state}-{name}" if state else name)

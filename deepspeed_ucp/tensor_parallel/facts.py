@@ -200,6 +200,7 @@ class Facts:
         return shape[dim]
 
     def _measure_all(self, expression: str, dim: int) -> int:
+        """Return the size that all parameters with a matching name have."""
         if (expression, dim) in self.measured:
             return self.measured[expression, dim]
         regex = compile_regex(expression)

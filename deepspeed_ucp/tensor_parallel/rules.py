@@ -52,7 +52,6 @@ _MAYBE_EXPERTS = (
 _SECOND = {"dense_h_to_4h": "dense_4h_to_h.weight", "linear_fc1": "linear_fc2.weight"}
 """First matrix of a feed-forward layer in Megatron's names → the second, whose width shows whether a gate is fused."""
 
-
 Size = int | str
 """A number or an expression."""
 

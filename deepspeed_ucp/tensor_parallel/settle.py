@@ -137,6 +137,8 @@ def settle(
 
 @dataclass(slots=True)
 class _Settler:
+    """Arguments, caches and results of :func:`settle`."""
+
     source: Mapping[str, tuple[Shape, ...]]
     target: Mapping[str, tuple[Shape, ...]] | None
     rule_sets: Sequence[RuleSet]
@@ -273,6 +275,7 @@ class _Settler:
         return (sides[0], sides[1]) if sides else None
 
     def _find_pattern(self, rule_set: RuleSet, name: str) -> Pattern | None:
+        """Return a set's pattern or fallback; check a set that has one by the facts."""
         pattern = rule_set.find(name, self.facts)
         if pattern is None and name not in self.buffers:
             pattern = rule_set.fallback

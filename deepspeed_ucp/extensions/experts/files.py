@@ -61,6 +61,7 @@ class ExpertFiles:
 
     @cached_property
     def counts(self) -> dict[str, int]:
+        """Layer → number of experts with files, for DeepSpeed's own layers."""
         return count_experts(chain.from_iterable(map(_list_names, self.files.values())))
 
     def is_over_tp(self, save: Save) -> bool:

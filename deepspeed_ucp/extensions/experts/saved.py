@@ -100,9 +100,9 @@ class SavedExperts(ExpertFiles, SaveExtension):
         ZeRO 3 has experts in the model states.
         """
         unwritten = dict.fromkeys(name_unwritten_models(save), _NEVER_SAVED)
-        return unwritten | dict.fromkeys(self._name_files(save), "")
+        return unwritten | dict.fromkeys(self._name_expert_files(save), "")
 
-    def _name_files(self, save: Save) -> Iterator[str]:
+    def _name_expert_files(self, save: Save) -> Iterator[str]:
         first = save.first
         model = first[0].model
         if model is None or not model.facts["experts"] or read_shard_ranks(first[0].name) is not None:
@@ -354,7 +354,7 @@ def _are_same(pieces: Mapping[str, Piece], saved: Mapping[str, Sequence[Piece]])
 
 
 def _find_holders(save: Save, mp: int, replicas: int, *, over_tp: bool) -> list[range]:
-    """List ranks by the experts that they hold; CheckpointError for wrong ``replicas``."""
+    """List ranks by their experts; CheckpointError if ``replicas`` is no divisor."""
     ranks = save.dp * save.tp if over_tp else save.dp
     if replicas < 1 or ranks % replicas:
         raise CheckpointError(

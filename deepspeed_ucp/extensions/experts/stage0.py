@@ -24,11 +24,7 @@ from .names import assign_experts, find_layer, is_expert, name_first_expert
 
 
 def name_optimizers(experts: ExpertFiles, save: Save, naming: Naming, live: GroupNames | None) -> list[NamedOptimizer]:
-    """Name the parameters of every expert-parallel rank's optimizer.
-
-    Raises:
-        MismatchError: the live groups do not fit the saved ones.
-    """
+    """Name the parameters of each optimizer; MismatchError if live groups do not fit."""
     order = _compare_modules(experts, save, naming) if naming.order else None
     if live is not None and order is not None:
         live = order.follow(_join_groups(experts, live, naming.order), naming.hyper)
@@ -66,7 +62,7 @@ def add_optimizers(
     if not experts.optims:
         return False
     save, over_tp = builder.save, experts.is_over_tp(builder.save)
-    degree = _count_ranks(experts, save)
+    degree = _count_expert_ranks(experts, save)
     holders = [list_holders(save, mp, degree, over_tp=over_tp) for mp in range(len(save.models))]
     sharing = [experts.list_sharing(save, mp) for mp in range(len(save.models))]
     pairs = list(zip(parts, owned, strict=True))
@@ -89,7 +85,7 @@ def add_optimizers(
     return True
 
 
-def _count_ranks(experts: ExpertFiles, save: Save) -> int:
+def _count_expert_ranks(experts: ExpertFiles, save: Save) -> int:
     degree: int = 1 + max(rank for _, rank in experts.optims)
     ranks = save.dp * save.tp if experts.is_over_tp(save) else save.dp
     if ranks % degree:
@@ -199,7 +195,7 @@ def _assign(experts: ExpertFiles, save: Save, live: GroupNames, ep: int, order: 
                 "goes by their order.",
                 path=save.path(file),
             )
-    assigned: list[list[list[tuple[str, bool]]]] = [[] for _ in range(_count_ranks(experts, save))]
+    assigned: list[list[list[tuple[str, bool]]]] = [[] for _ in range(_count_expert_ranks(experts, save))]
     for group in live:
         owned = dict(group)
         try:
