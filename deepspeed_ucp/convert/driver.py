@@ -180,7 +180,7 @@ def _begin(work: _Conversion, stack: ExitStack) -> bool:
         work.staging.discard()  # an interrupted run with `overwrite` may have left it
         return True
     work.staging.begin()
-    stack.enter_context(work.staging.attempt())
+    stack.enter_context(work.staging.discard_on_error())
     return False
 
 
@@ -200,7 +200,7 @@ def _reuse(work: _Conversion) -> bool:
         fault = _find_fault(staging.destination, manifest, work)
         if not fault:
             if options.latest:
-                staging.point_at(staging.name)
+                staging.write_latest(staging.name)
             return True
         logger.warning("%s: is not reused: %s", staging.destination, fault)
     work.replace = options.overwrite or (options.refresh and manifest is not None)

@@ -7,7 +7,7 @@ import json
 import os
 
 from ..formats.universal.index import Fingerprint, SourceFile, keep_plain
-from ..io.store import find_change
+from ..io.store import find_change_time
 from ..model.index import AtomicIndex
 from ..model.records import Record
 
@@ -38,7 +38,7 @@ def fingerprint(index: AtomicIndex) -> Fingerprint:
         if file.header_crc is None:
             entry["records"] = [[*record] for record in ordered]
         if any(record.crc is None for record in ordered):
-            entry["changed"] = find_change(file.path)
+            entry["changed"] = find_change_time(file.path)
         files.append(entry)
     files.sort(key=lambda entry: entry["name"])
     return {"files": files, "digest": hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()}

@@ -36,7 +36,7 @@ def _is_output(folder: str) -> bool:
 CONVERSION = OutputKind(
     name="an atomic checkpoint",
     maker="conversion",
-    is_one=_is_output,
+    is_output=_is_output,
     parts=re.compile(r"zero(\.\d+)?|client|tmp|ucp_manifest\.json|.*_model_states\.pt"),
     last=(OPTIMIZER_STATE, MANIFEST),
 )
@@ -61,7 +61,7 @@ class OutputFile:
 
     def seal(self, crc: int) -> SealedFile:
         """Return its entry in a seal; ``crc`` is the CRC32 of the data."""
-        return SealedFile(size=self.image.size, crc=self.image.sum_directory(crc))
+        return SealedFile(size=self.image.size, crc=self.image.checksum_directory(crc))
 
     def seal_atom(self, crc: int) -> SealedAtom:
         """Return its atom's entry in the index; ``crc`` is the CRC32 of the data."""

@@ -46,7 +46,7 @@ BESIDE = re.compile(
 EXPORT = OutputKind(
     name="an export",
     maker="export",
-    is_one=lambda folder: is_folder(folder) and any(map(_EXPORTED.fullmatch, list_folder(folder))),
+    is_output=lambda folder: is_folder(folder) and any(map(_EXPORTED.fullmatch, list_folder(folder))),
     parts=re.compile(rf"{_EXPORTED.pattern}|{TRAINERS.pattern}|\.metadata\.tmp"),
     kept=BESIDE,
     last=(
@@ -134,7 +134,7 @@ def _begin(staging: Staging, nbytes: int, overwrite: bool, stack: ExitStack) -> 
     stack.enter_context(staging.lock())
     staging.check_destination(overwrite)
     staging.begin()
-    stack.enter_context(staging.attempt())
+    stack.enter_context(staging.discard_on_error())
     check_space(staging.folder, nbytes)
 
 

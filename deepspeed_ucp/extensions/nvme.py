@@ -12,7 +12,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 
 from ..engine.base import Target, dtype_name
-from ..io.deletion import delete_own
+from ..io.deletion import try_delete_tree
 from ..io.disk import explain_full, map_new_file, sync_file
 from ..model.view import EngineBuffer
 from .registry import Extension
@@ -71,7 +71,7 @@ class Nvme(Extension):
         folder = f"{parent}.ucp"
         if folder not in self.folders:
             self.folders.add(folder)
-            delete_own(folder)  # left by a killed load
+            try_delete_tree(folder)  # left by a killed load
             os.makedirs(folder)
         aside = os.path.join(folder, name)
         self.written.append((aside, path))
@@ -137,4 +137,4 @@ class Nvme(Extension):
     def discard(self) -> None:
         self.written.clear()
         for folder in self.folders:
-            delete_own(folder)
+            try_delete_tree(folder)

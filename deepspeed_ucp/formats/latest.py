@@ -17,7 +17,7 @@ from ..errors import CheckpointError, OutOfReachError, UcpError, shorten, sugges
 from ..io.interface import explain_failure
 from ..io.paths import UPLOAD, find_tag_folder, normalize
 from ..io.staging import LATEST as UNIVERSAL
-from ..io.store import exists, find_change, is_folder, read_small
+from ..io.store import exists, find_change_time, is_folder, read_small
 from .deepspeed.files import (
     PUBLISHED,
     SEAL,
@@ -414,7 +414,7 @@ def _has_seal(folder: str) -> bool:
 
 def _exists(path: str) -> bool:
     try:
-        find_change(path)
+        find_change_time(path)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:

@@ -22,11 +22,11 @@ from typing import NamedTuple, TypeVar
 from ..comm import Comm
 from ..errors import CheckpointError, UcpError, join_numbers, raise_first, shorten
 from ..io.paths import Entry, choose_map, is_url, join_path, measure_distance
-from ..io.read import Failover, sum_range
+from ..io.read import Failover, checksum_range
 from ..io.store import note_listed, open_stored
 from ..model.access import READ_ALL, PartialAccess, ReadAccess
 from ..model.records import FileRef
-from ..torchsave.records import sum_directory
+from ..torchsave.records import checksum_directory
 from .deepspeed.files import SEAL, list_entries, list_published, read_model_rank, read_shard_ranks, read_swap_name
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -313,13 +313,13 @@ def _sum_content(path: str, entry: Entry) -> object:
 def sum_file(path: str, size: int) -> int:
     """Return the CRC32 of a file's bytes."""
     with open_stored(path, os.POSIX_FADV_SEQUENTIAL) as file:
-        return sum_range(file, 0, size)
+        return checksum_range(file, 0, size)
 
 
 def _try_sum(path: str) -> int | None:
     """Return the CRC32 of a file's zip directory; None without a readable one."""
     try:
-        return sum_directory(path)
+        return checksum_directory(path)
     except UcpError:
         return None
 

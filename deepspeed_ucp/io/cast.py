@@ -42,7 +42,7 @@ def cast(data: memoryview, source: str, into: memoryview, target: str) -> None:
 
 
 def find_dtype(name: str) -> np.dtype[Any]:
-    """Return numpy's dtype of an element type by name, from ``ml_dtypes`` if needed."""
+    """Return the numpy dtype of an element type's name, from ``ml_dtypes`` if needed."""
     if not name.startswith(("bfloat", "float8")):
         return np.dtype(name)
     import ml_dtypes

@@ -20,7 +20,7 @@ from obstore import exceptions, store
 
 from ..errors import ConfigError, StorageError, UnsupportedError, shorten, suggest
 from .interface import CHANGED, ChangedError
-from .paths import find_store, normalize
+from .paths import find_root_url, normalize
 
 RETRIES = {"max_retries": 10, "retry_timeout": timedelta(minutes=3)}
 """Retries of one request that fails with a connection error, a timeout, or a status of 5xx, 408 or 429."""
@@ -77,13 +77,13 @@ class _ClientState:
         self.lock = threading.Lock()
         self.is_forked = False  # True if the parent process had clients
 
-    def enter_child(self) -> None:
+    def reset_after_fork(self) -> None:
         self.is_forked = self.is_forked or bool(self.clients)
         self.clients, self.lock = {}, threading.Lock()
 
 
 _process = _ClientState()
-os.register_at_fork(after_in_child=_process.enter_child)
+os.register_at_fork(after_in_child=_process.reset_after_fork)
 
 
 def set_options(options: Mapping[str, Any]) -> None:
@@ -105,14 +105,14 @@ def get_headers() -> dict[str, str]:
 
 
 def connect(url: str, *, writing: bool = False) -> tuple[Any, str]:
-    """Return the client of a URL's store, and the key of the URL's object in it.
+    """Return a URL's cached client (obstore), and the key of the URL's object in it.
 
     Raises:
-        UnsupportedError: there is no such scheme; its URLs are read only.
+        UnsupportedError: the scheme is unknown, or it is read-only and ``writing`` is True.
         ConfigError: obstore refuses the URL or the options.
         StorageError: this process was forked from one that has used stores.
     """
-    root, scheme = find_store(normalize(url)), url.partition("://")[0]
+    root, scheme = find_root_url(normalize(url)), url.partition("://")[0]
     if scheme not in MAKERS:
         known = ", ".join(f"{known_scheme}://" for known_scheme in MAKERS)
         raise UnsupportedError(f"{scheme}:// is unknown; there are {known}.", path=url)
@@ -127,9 +127,9 @@ def connect(url: str, *, writing: bool = False) -> tuple[Any, str]:
     with _process.lock:
         if key not in _process.clients:
             headers = {"default_headers": get_headers()} if get_headers() else {}
-            how = {"allow_http": True, "timeout": key[1], "connect_timeout": "20s", **headers}
+            client_options = {"allow_http": True, "timeout": key[1], "connect_timeout": "20s", **headers}
             try:
-                made = MAKERS[scheme](root, {"client_options": how, "retry_config": RETRIES})
+                made = MAKERS[scheme](root, {"client_options": client_options, "retry_config": RETRIES})
             except (exceptions.BaseError, ValueError, TypeError) as error:
                 text = f"{root}: {_shorten(error)}; check the URL and `storage_options`."
                 raise ConfigError(text) from error
@@ -138,13 +138,13 @@ def connect(url: str, *, writing: bool = False) -> tuple[Any, str]:
         return _process.clients[key], unquote(path) if scheme in ("http", "https") else path
 
 
-def _rename(names: Mapping[str, str], options: Mapping[str, Any]) -> dict[str, Any]:
+def _translate_options(names: Mapping[str, str], options: Mapping[str, Any]) -> dict[str, Any]:
     renamed = {names[name]: value for name, value in options.items() if name in names and value is not None}
     return {name: value if isinstance(value, bool) else str(value) for name, value in renamed.items()}
 
 
 def _make_s3(root: str, common: dict[str, Any]) -> Any:
-    config, profile = _rename(_S3, _process.options), _process.options.get("profile")
+    config, profile = _translate_options(_S3, _process.options), _process.options.get("profile")
     is_given = "access_key_id" in config or config.get("skip_signature")
     provider = None if is_given else _find_aws_provider(profile)
     return store.S3Store(root.partition("://")[2], config=config, credential_provider=provider, **common)  # type: ignore[arg-type]
@@ -194,7 +194,7 @@ def _make_google(root: str, common: dict[str, Any]) -> Any:
 def _make_azure(root: str, common: dict[str, Any]) -> Any:
     text = str(_process.options.get("connection_string") or "")
     parts = dict(part.split("=", 1) for part in text.split(";") if "=" in part)
-    config = {**_rename(_CONNECTION, parts), **_rename(_AZURE, _process.options)}
+    config = {**_translate_options(_CONNECTION, parts), **_translate_options(_AZURE, _process.options)}
     return store.AzureStore.from_url(root, config=config, **common)  # type: ignore[arg-type]
 
 
@@ -208,8 +208,8 @@ MAKERS: dict[str, Callable[[str, dict[str, Any]], Any]] = {
 
 
 @contextmanager
-def explain(url: str) -> Iterator[None]:
-    """Raise obstore's errors as OSErrors with a cause and a remedy.
+def convert_errors(url: str) -> Iterator[None]:
+    """Context that raises obstore's errors as OSErrors with a cause and a remedy.
 
     Raises:
         FileNotFoundError: there is no such object, or no such bucket.
@@ -220,7 +220,7 @@ def explain(url: str) -> Iterator[None]:
     try:
         yield
     except (exceptions.BaseError, OSError) as error:
-        raise describe(error, url) from error
+        raise make_os_error(error, url) from error
 
 
 _CREDENTIALS = "{text}; check the credentials, and that they may read, list and write here"
@@ -250,14 +250,14 @@ _BY_KIND: dict[type[Exception], _Cause] = {
 }
 
 
-def describe(error: Exception, url: str) -> OSError:
-    """Return the OSError for one of obstore's errors."""
+def make_os_error(error: Exception, url: str) -> OSError:
+    """Return an OSError of the kind and with the cause of one of obstore's errors."""
     if isinstance(error, ChangedError):
         return error
     causes = [cause for text, cause in _BY_TEXT.items() if text in str(error)]
     causes += [cause for kind, cause in _BY_KIND.items() if isinstance(error, kind)]
     made, text = causes[0]
-    return made(text.format(text=_shorten(error), root=find_store(url)))
+    return made(text.format(text=_shorten(error), root=find_root_url(url)))
 
 
 def _shorten(error: Exception) -> str:

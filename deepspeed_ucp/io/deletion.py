@@ -12,7 +12,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 @contextmanager
 def open_below(folder: str, path: str) -> Iterator[int]:
-    """Open a folder below another one without following links below ``folder``.
+    """Yield the descriptor of ``folder/path``; links below ``folder`` are not followed.
 
     Args:
         folder: may itself be reached through links.
@@ -37,7 +37,7 @@ def open_below(folder: str, path: str) -> Iterator[int]:
 def delete_files(
     fd: int, choose: Callable[[str], bool], enter: Callable[[str], bool] = lambda _: True, above: str = ""
 ) -> None:
-    """Delete the chosen files below an open folder, then visited empty subfolders.
+    """Delete chosen files below an open folder, and entered subfolders that are empty.
 
     A link counts as a file: the link is deleted, its target stays.
 
@@ -91,14 +91,14 @@ def delete_tree(path: str, below: str | None = None) -> None:
         os.rmdir(name, dir_fd=fd)
 
 
-def delete_own(path: str) -> None:
+def try_delete_tree(path: str) -> None:
     """Delete a folder as :func:`delete_tree` does, but ignore errors."""
     with suppress(OSError):
         delete_tree(path)
 
 
 def _open_folder(name: str, fd: int, path: str) -> int:
-    """Open a folder in another one; Linux reports a link as ``ENOTDIR``."""
+    """Return the descriptor of a folder in an open one; raise ``ENOTDIR`` for a link."""
     try:
         return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=fd)
     except OSError as error:

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from .memory import Scratch, find_address, has_large_pages
-from .paths import DISK, find_kind, load_libc
+from .paths import DISK, find_storage_kind, load_libc
 
 ALIGNMENT = 4096
 """Bytes: addresses, offsets and sizes must be multiples of it. No disk has larger blocks."""
@@ -45,12 +45,12 @@ _thread = threading.local()
 """Has each thread's scratch memory."""
 
 
-def is_worth_passing(fd: int) -> bool:
-    """Return True if reads of a file past the cache are faster.
+def prefers_direct_reads(fd: int) -> bool:
+    """Return True if direct reads (past the page cache) of an open file are faster.
 
     Never on network file systems, which read ahead and share bytes between nodes, nor on file systems in memory.
     """
-    return find_kind(fd) == DISK and (has_large_pages() or find_readahead(os.fstat(fd).st_dev) < _FAR)
+    return find_storage_kind(fd) == DISK and (has_large_pages() or find_readahead(os.fstat(fd).st_dev) < _FAR)
 
 
 def find_readahead(device: int) -> int:
@@ -62,8 +62,8 @@ def find_readahead(device: int) -> int:
     return int(kib) << 10
 
 
-def reopen(fd: int, mode: int = os.O_RDONLY) -> int | None:
-    """Reopen a file for access past the page cache; None if the file system refuses."""
+def reopen_direct(fd: int, mode: int = os.O_RDONLY) -> int | None:
+    """Reopen a descriptor with ``O_DIRECT``; return None if the file system refuses."""
     try:
         return os.open(f"/proc/self/fd/{fd}", mode | os.O_CLOEXEC | os.O_DIRECT)
     except OSError:
@@ -71,9 +71,9 @@ def reopen(fd: int, mode: int = os.O_RDONLY) -> int | None:
 
 
 @contextmanager
-def open_past(fd: int, nbytes: int) -> Iterator[int | None]:
-    """Open a file for writes past the page cache; yield None if the cache is faster."""
-    past = reopen(fd, os.O_WRONLY) if nbytes >= LEAST and find_kind(fd) == DISK else None
+def open_for_direct_writes(fd: int, nbytes: int) -> Iterator[int | None]:
+    """Yield an ``O_DIRECT`` descriptor of an open file, or None if the cache is faster."""
+    past = reopen_direct(fd, os.O_WRONLY) if nbytes >= LEAST and find_storage_kind(fd) == DISK else None
     try:
         yield past
     finally:
@@ -81,11 +81,11 @@ def open_past(fd: int, nbytes: int) -> Iterator[int | None]:
             os.close(past)
 
 
-def cut_blocks(views: Sequence[memoryview], offset: int) -> Iterator[tuple[list[memoryview], int, bool]]:
+def split_whole_blocks(views: Sequence[memoryview], offset: int) -> Iterator[tuple[list[memoryview], int, bool]]:
     """Divide consecutive views at byte ``offset`` into whole blocks and the rest.
 
-    Yields (views, their offset, True if it is one view of whole blocks). A block is at least a page: no page is written
-    both through the cache and past it.
+    Yields (views, their offset, is_whole); ``is_whole`` marks one view of whole blocks. A block is at least a page: no
+    page is written both through the cache and past it.
     """
     block = max(ALIGNMENT, mmap.PAGESIZE)
     through, begin = list[memoryview](), offset
@@ -102,8 +102,8 @@ def cut_blocks(views: Sequence[memoryview], offset: int) -> Iterator[tuple[list[
     yield through, begin, False
 
 
-def write_past(fd: int, view: memoryview, offset: int) -> bool:
-    """Write whole blocks past the cache; return False if the system refuses."""
+def write_direct(fd: int, view: memoryview, offset: int) -> bool:
+    """Write whole blocks past the page cache; return False if the system refuses."""
     done = 0
     is_aligned = not view.readonly and find_address(view) % ALIGNMENT == 0
     while done < view.nbytes:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from ..errors import DiskFullError
-from .direct import cut_blocks, open_past, write_past
+from .direct import open_for_direct_writes, split_whole_blocks, write_direct
 from .memory import drop_front, take_front
 from .paths import load_libc
 from .threads import map_threads
@@ -70,7 +70,7 @@ def _count_free(path: str) -> int:
 
 @contextmanager
 def explain_full(path: str) -> Iterator[None]:
-    """Raise "no space", "quota exceeded" and "file too large" as DiskFullError.
+    """Context that raises ENOSPC, EDQUOT and EFBIG (disk or quota full) as DiskFullError.
 
     Any other OSError gets ``path`` if the system names no file.
     """
@@ -95,7 +95,7 @@ def _describe_space(path: str) -> str:
 
 @contextmanager
 def open_to_write(path: str) -> Iterator[int]:
-    """Open a file to write a part of it; parts that others write stay."""
+    """Yield the descriptor of a file, created if missing, never truncated."""
     with explain_full(path):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
@@ -121,9 +121,9 @@ def write_parts(fd: int, parts: Sequence[memoryview | bytes | bytearray], offset
     Several threads may write different blocks of one file.
     """
     views = [memoryview(part).cast("B") for part in parts]
-    with explain_full(_find_name(fd)), open_past(fd, max(view.nbytes for view in views)) as past:
-        for piece, at, is_whole in cut_blocks(views, offset):
-            if past is None or not is_whole or not write_past(past, piece[0], at):
+    with explain_full(_find_path(fd)), open_for_direct_writes(fd, max(view.nbytes for view in views)) as past:
+        for piece, at, is_whole in split_whole_blocks(views, offset):
+            if past is None or not is_whole or not write_direct(past, piece[0], at):
                 _write_through(fd, piece, at)
 
 
@@ -139,7 +139,7 @@ def _write_through(fd: int, views: list[memoryview], offset: int) -> None:
         call(fd, ctypes.c_int64(start), ctypes.c_int64(offset - start), _BEGIN_WRITING)
 
 
-def _find_name(fd: int) -> str:
+def _find_path(fd: int) -> str:
     try:
         return os.readlink(f"/proc/self/fd/{fd}")
     except OSError:
@@ -148,10 +148,10 @@ def _find_name(fd: int) -> str:
 
 @contextmanager
 def replacing(path: str) -> Iterator[str]:
-    """Yield a temporary path in the same folder; at the end rename it to ``path``.
+    """Context that yields a temporary path, renamed to ``path`` at the end.
 
-    A temporary file that a killed process has left is used again. If another process uses it, the file gets another
-    name. After an error it is deleted.
+    Both are in one folder. A temporary file that a killed process has left is used again. If another process uses it,
+    the file gets another name. After an error it is deleted.
     """
     folder, name = os.path.split(os.path.abspath(path))
     usual = os.path.join(folder, f".{name}.ucp-tmp")
@@ -209,7 +209,7 @@ def map_new_file(path: str, nbytes: int) -> memoryview:
 
 
 def sync_folder(folder: str) -> None:
-    """Sync the names in a folder."""
+    """Sync a folder's directory entries, if its file system supports that."""
     try:
         sync_file(folder)
     except OSError as error:
@@ -218,7 +218,7 @@ def sync_folder(folder: str) -> None:
 
 
 def sync_tree(folder: str) -> None:
-    """Sync everything below a folder that this node wrote."""
+    """Sync all files and folders below a folder that this node has written."""
     with explain_full(folder):
         tree = list(os.walk(folder))
         files = [os.path.join(parent, name) for parent, _, names in tree for name in names]

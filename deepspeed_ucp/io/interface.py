@@ -21,7 +21,7 @@ class ChangedError(OSError):
 
 
 class Closing:
-    """Closes itself at the end of a ``with`` block."""
+    """Base of objects that a ``with`` block closes at its end."""
 
     def close(self) -> None:
         """Close it; no thread may be reading."""
@@ -34,7 +34,7 @@ class Closing:
 
 
 class Stored(Closing, ABC):
-    """A file that is open for reading; several threads may read it at once."""
+    """A file in any store, open for reads; several threads may read it at once."""
 
     path: str
 
@@ -56,7 +56,7 @@ class Stored(Closing, ABC):
 
 
 class ReadStream(io.RawIOBase):
-    """A file whose header is read, as a stream over :meth:`read_at`."""
+    """A seekable binary stream over :meth:`read_at`, for reads of a file's header."""
 
     is_remote = False
     """Each small read may cost a request to a store."""
@@ -99,14 +99,14 @@ _LASTING = {errno.EINVAL, errno.ELOOP, errno.EIO, errno.EBADMSG, errno.EUCLEAN}
 """Errors of the file itself. Bad sectors and checksum errors (btrfs, ZFS) cause EIO: retries would never end."""
 
 
-def explain_failure(path: str, what: str, error: OSError) -> CheckpointError:
-    """Return the error for a path that cannot be ``what`` (opened, read, listed).
+def explain_failure(path: str, action: str, error: OSError) -> CheckpointError:
+    """Return the error of a failed ``action`` (opened, read, listed) on a path.
 
     It is a plain CheckpointError if the file is missing or damaged, else an OutOfReachError.
     """
     is_at_fault = isinstance(error, _AT_FAULT) or error.errno in _LASTING
     kind = CheckpointError if is_at_fault else OutOfReachError
-    return kind(f"cannot be {what} ({error.strerror or error}).", path=path)
+    return kind(f"cannot be {action} ({error.strerror or error}).", path=path)
 
 
 class Store(ABC):
@@ -125,13 +125,13 @@ class Store(ABC):
         """Return all files below a folder by relative path. Links are followed."""
 
     def note_listed(self, folder: str, entries: Mapping[str, Entry], /) -> None:  # noqa: B027 - local files need none
-        """Record entries that another process has listed; reads expect these versions."""
+        """Record a folder's entries (listed by any process): reads expect these versions."""
 
     @abstractmethod
     def find_entry(self, path: str, /) -> Entry | None:
         """Return the entry of a path; None if there is none, or it is not accessible."""
 
-    def find_change(self, path: str, /) -> int:
+    def find_change_time(self, path: str, /) -> int:
         """Return the time of a file's last change in nanoseconds."""
         entry = self.find_entry(path)
         if entry is None:
@@ -181,8 +181,8 @@ class Store(ABC):
         """Delete a file if it exists."""
 
     @abstractmethod
-    def open_regular(self, path: str, /) -> ReadStream:
-        """Open a file for small reads; blocks of a remote file are kept in memory."""
+    def open_stream(self, path: str, /) -> ReadStream:
+        """Open a file as a stream for small reads; blocks of a remote file are cached."""
 
     @abstractmethod
     def open_stored(self, path: str, /, advice: int = os.POSIX_FADV_NORMAL, *, size: int | None = None) -> Stored:

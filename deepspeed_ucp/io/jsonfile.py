@@ -47,13 +47,13 @@ def read_bounded(path: str, most: int, advice: str = _DAMAGED) -> bytes:
 def parse_json(data: bytes, path: str, *, advice: str = _DAMAGED, strict: bool = False) -> Any:
     """Parse a JSON object that has been read from ``path``."""
 
-    def take_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def make_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         fields = dict(pairs)
         if len(fields) < len(pairs):
             raise ValueError("a key occurs twice")
         return fields
 
-    hooks: dict[str, Any] = {"object_pairs_hook": take_once, "parse_constant": _refuse} if strict else {}
+    hooks: dict[str, Any] = {"object_pairs_hook": make_dict, "parse_constant": _refuse_constant} if strict else {}
     try:
         value = json.loads(data.decode("utf-8"), **hooks)
     except RecursionError:
@@ -66,5 +66,5 @@ def parse_json(data: bytes, path: str, *, advice: str = _DAMAGED, strict: bool =
     return value
 
 
-def _refuse(constant: str) -> Any:
+def _refuse_constant(constant: str) -> Any:
     raise ValueError(f"{constant} is not allowed")

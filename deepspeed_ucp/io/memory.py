@@ -90,14 +90,14 @@ class LargePages:
         self._lost = 0.0
 
     def add(self, address: int, nbytes: int) -> None:
-        """Request large pages for the whole pages of untouched memory, if supported."""
+        """Request large pages for untouched memory (its whole pages), if supported."""
         low, high = -(-address // mmap.PAGESIZE), (address + nbytes) // mmap.PAGESIZE
         place = low * mmap.PAGESIZE, (high - low) * mmap.PAGESIZE
         if place[1] > 0 and _advise(*place, mmap.MADV_HUGEPAGE):
             self._ranges.append(place)
 
     def note(self, nbytes: int, seconds: float) -> None:
-        """Record the processor time of filling so many bytes."""
+        """Record the processor time of filling bytes; give large pages up if too slow."""
         self._lost = max(self._lost + seconds - nbytes / _SPEED, 0.0)
         if self._lost > _LOSS and self._ranges:
             ranges, self._ranges = self._ranges, []
@@ -116,7 +116,7 @@ class Scratch:
         self._allocate, self._memory = allocate, memoryview(b"")
 
     def take(self, nbytes: int) -> memoryview:
-        """Return the leading ``nbytes``; their former content is lost."""
+        """Return the first ``nbytes`` of the memory, which grows if it is smaller."""
         if self._memory.nbytes < nbytes:
             self._memory = memoryview(b"")  # frees the smaller one first
             self._memory = self._allocate(-(-nbytes // _GROWTH) * _GROWTH)
@@ -172,13 +172,13 @@ class ScratchPool:
         return Scratch(self._allocate), None
 
     def settle(self) -> None:
-        """Wait until no returned piece is read any more."""
+        """Wait for the background work (the events) of all returned pieces."""
         for _, event in list(self._idle):
             if event is not None:
                 event.synchronize()
 
     def clear(self) -> None:
-        """Free the returned pieces; none may be read any more."""
+        """Free the returned pieces; :meth:`settle` must have been called."""
         self._allowed += len(self._idle)
         self._idle.clear()
 
@@ -234,13 +234,13 @@ def _measure_groups() -> Iterator[int]:
     for line in _read(_PROC / "self/cgroup").splitlines():
         _, controllers, name = line.split(":", 2)
         if not controllers:
-            yield from _measure_group(_GROUPS, name, ("memory.max", "memory.current", "inactive_file"))
+            yield from _measure_ancestors(_GROUPS, name, ("memory.max", "memory.current", "inactive_file"))
         elif "memory" in controllers.split(","):
             files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            yield from _measure_group(_GROUPS / "memory", name, files)
+            yield from _measure_ancestors(_GROUPS / "memory", name, files)
 
 
-def _measure_group(root: Path, name: str, files: tuple[str, str, str]) -> Iterator[int]:
+def _measure_ancestors(root: Path, name: str, files: tuple[str, str, str]) -> Iterator[int]:
     place = root / name.strip("/")
     for folder in (place, *place.parents):
         limit, used = (_read(folder / file).strip() for file in files[:2])
@@ -275,7 +275,7 @@ def share_memory(nbytes: int, rank: int, gather: Callable[[Any], list[Any]]) -> 
         RemoteError: a rank could not allocate its memory; the same on every rank.
     """
     token = secrets.token_bytes(_TOKEN)
-    fd, mine = _make(nbytes, token)
+    fd, mine = _allocate_shared(nbytes, token)
     path = f"/proc/{os.getpid()}/fd/{fd}" if fd >= 0 else ""
     try:
         offers: list[tuple[str, str, bytes, bool]] = gather((identify_host(), path, token, mine is not None))
@@ -288,7 +288,7 @@ def share_memory(nbytes: int, rank: int, gather: Callable[[Any], list[Any]]) -> 
             raise error
         host = offers[rank][0]
         near = [number for number, offer in enumerate(offers) if offer[0] == host and number != rank]
-        seen = {number: memory for number in near if (memory := _map(*offers[number][1:3], nbytes)) is not None}
+        seen = {number: memory for number in near if (memory := _attach(*offers[number][1:3], nbytes)) is not None}
         shared = gather(fd >= 0 and len(seen) == len(near))
     finally:
         if fd >= 0:
@@ -298,7 +298,7 @@ def share_memory(nbytes: int, rank: int, gather: Callable[[Any], list[Any]]) -> 
     return [mine if number == rank else seen.get(number) for number in range(len(offers))]
 
 
-def _make(nbytes: int, token: bytes) -> tuple[int, memoryview | None]:
+def _allocate_shared(nbytes: int, token: bytes) -> tuple[int, memoryview | None]:
     """Return (file descriptor, memory): -1 without ``memfd``, None if memory is full."""
     fd = -1
     try:
@@ -317,7 +317,7 @@ def _make(nbytes: int, token: bytes) -> tuple[int, memoryview | None]:
         return -1, None
 
 
-def _map(path: str, token: bytes, nbytes: int) -> memoryview | None:
+def _attach(path: str, token: bytes, nbytes: int) -> memoryview | None:
     """Map another rank's memory; None if inaccessible or of another process."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)

@@ -18,10 +18,10 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, GenericError, NotSupportedError, PreconditionError
 
 from ..errors import CheckpointError, UnsupportedError
-from .clients import ABSENT, connect, describe, explain
+from .clients import ABSENT, connect, convert_errors, make_os_error
 from .interface import CHANGED, ChangedError, ReadStream, Store, Stored, explain_failure
 from .memory import drop_front, take_front
-from .paths import FOLDER, Entry, find_store, normalize
+from .paths import FOLDER, Entry, find_root_url, normalize
 from .threads import map_threads
 
 _PIECE = 256 << 10
@@ -65,7 +65,7 @@ class ObjectStore(Store):
 
     def list_folder(self, folder: str) -> dict[str, Entry]:
         client, prefix = connect(folder)
-        with explain(folder):
+        with convert_errors(folder):
             listing = obstore.list_with_delimiter(client, prefix or None)
         objects = {_name(meta["path"]): _make_entry(meta) for meta in listing["objects"] if meta["path"] != prefix}
         entries = objects | {_name(path): Entry(FOLDER, 0.0) for path in listing["common_prefixes"]}
@@ -76,7 +76,7 @@ class ObjectStore(Store):
 
     def list_tree(self, folder: str) -> dict[str, Entry]:
         client, prefix = connect(folder)
-        with explain(folder):
+        with convert_errors(folder):
             listing = [meta for page in obstore.list(client, prefix or None, chunk_size=1000) for meta in page]
         inside = {meta["path"][len(prefix) :].lstrip("/"): _make_entry(meta) for meta in listing}
         above = {name.rpartition("/")[0] for name in inside}  # objects of such names are markers of folders
@@ -92,7 +92,7 @@ class ObjectStore(Store):
 
     def find_entry(self, url: str) -> Entry | None:
         client, key = connect(url)
-        with suppress(FileNotFoundError), explain(url):
+        with suppress(FileNotFoundError), convert_errors(url):
             if key:
                 entry = _make_entry(obstore.head(client, key))
                 _known[normalize(url)] = entry
@@ -101,7 +101,7 @@ class ObjectStore(Store):
 
     def is_folder(self, url: str) -> bool:
         client, prefix = connect(url)
-        with suppress(FileNotFoundError), explain(url):
+        with suppress(FileNotFoundError), convert_errors(url):
             pages = obstore.list(client, prefix or None, chunk_size=2)
             return any(meta["path"] != prefix for page in pages for meta in page) or not prefix
         return False
@@ -111,7 +111,7 @@ class ObjectStore(Store):
 
     def write_small(self, url: str, data: bytes) -> None:
         client, key = connect(url, writing=True)
-        with explain(url):
+        with convert_errors(url):
             obstore.put(client, key, data, use_multipart=False)
 
     def exchange_small(self, url: str, data: bytes, before: bytes | None) -> bool:
@@ -123,13 +123,13 @@ class ObjectStore(Store):
                 now, mode = _read_front(url, None)
             if now == data or now != before:
                 return now == data
-            if _put_where(client, key, data, mode, url):
+            if _put_if_unchanged(client, key, data, mode, url):
                 return True
         return False
 
     def remove(self, url: str) -> None:
         client, key = connect(url, writing=True)
-        with suppress(FileNotFoundError), explain(url):
+        with suppress(FileNotFoundError), convert_errors(url):
             obstore.delete(client, key)
 
     def put_file(self, url: str, source: str) -> None:
@@ -137,7 +137,7 @@ class ObjectStore(Store):
         client, key = connect(url, writing=True)
         size = os.stat(source).st_size
         part = max(_PART, -(-size // _MOST_PARTS))
-        with explain(url):
+        with convert_errors(url):
             with _uploads:
                 sent = obstore.put(client, key, Path(source), chunk_size=part, max_concurrency=_PARTS)
             arrived = obstore.head(client, key)
@@ -145,7 +145,7 @@ class ObjectStore(Store):
         if arrived["size"] != size or len(tags) > 1:
             raise OSError(f"{arrived['size']} bytes arrived of {size}, or another file replaced them; write it again")
 
-    def open_regular(self, url: str) -> ReadStream:
+    def open_stream(self, url: str) -> ReadStream:
         return RemoteStream(RemoteFile(url, _known.get(normalize(url)) or self.find_entry(url)))
 
     def open_stored(self, url: str, advice: int = os.POSIX_FADV_NORMAL, *, size: int | None = None) -> Stored:
@@ -160,8 +160,8 @@ def _name(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2]
 
 
-def _put_where(client: Any, key: str, data: bytes, mode: Any, url: str) -> bool:
-    """Write an object under a condition; return False if it does not hold."""
+def _put_if_unchanged(client: Any, key: str, data: bytes, mode: Any, url: str) -> bool:
+    """Write under obstore's ``mode`` if supported; return False if its condition fails."""
     try:
         obstore.put(client, key, data, mode=mode)
     except (AlreadyExistsError, PreconditionError):
@@ -170,10 +170,10 @@ def _put_where(client: Any, key: str, data: bytes, mode: Any, url: str) -> bool:
         if "409 Conflict" in str(error):
             return False
         if isinstance(error, GenericError) and "501 Not Implemented" not in str(error):
-            raise describe(error, url) from error
+            raise make_os_error(error, url) from error
         ObjectStore().write_small(url, data)  # the store has no conditional writes
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"there is no bucket {find_store(url)}; check its name and the endpoint") from error
+        raise FileNotFoundError(f"there is no bucket {find_root_url(url)}; check its name and the endpoint") from error
     return True
 
 
@@ -185,7 +185,7 @@ def _read_front(url: str, most: int | None) -> tuple[bytes, Any]:
     """
     client, key = connect(url)
     limit, data = _SMALL if most is None else most, bytearray()
-    with explain(url):
+    with convert_errors(url):
         answer = obstore.get(client, key)
         for piece in answer.stream(_PIECE):
             data += piece
@@ -224,14 +224,14 @@ class RemoteFile(Stored):
         return nbytes
 
     def fill(self, views: list[memoryview], offset: int) -> None:
-        """Fill memory from byte ``offset`` by one request; the list is consumed."""
+        """Fill ``views`` by one request, consuming the list; raise OSError on failure."""
         end = offset + sum(view.nbytes for view in views)
         if end > self.size:
             raise ChangedError(f"ends at byte {self.size}")
         if end == offset:
             return
         answer = self._request(offset, end)
-        with explain(self.path):
+        with convert_errors(self.path):
             for piece in answer.stream(_PIECE):  # obstore continues an answer that is cut, if it has an ETag
                 data = memoryview(piece)
                 while data.nbytes:
@@ -244,7 +244,7 @@ class RemoteFile(Stored):
 
     def _request(self, low: int, high: int) -> Any:
         """Request bytes [low, high), and check the version of the answer."""
-        with explain(self.path):
+        with convert_errors(self.path):
             try:
                 answer = obstore.get(self._client, self._key, options={"range": (low, high)})
             except NotSupportedError as error:
@@ -261,7 +261,7 @@ class RemoteFile(Stored):
 
 
 class RemoteStream(ReadStream):
-    """An object whose header is read by few requests; blocks are kept until it closes."""
+    """A stream over an object that reads few, large ranges and caches their blocks."""
 
     is_remote = True
 

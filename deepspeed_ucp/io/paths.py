@@ -88,7 +88,7 @@ def normalize(path: str) -> str:
 
 
 def find_tag_folder(folder: str) -> str:
-    """Return the folder of a tag, given it or the folder of a save below it."""
+    """Return the tag's folder, given it or the folder of one save (``UPLOAD``) in it."""
     above, name = os.path.split(folder.rstrip("/"))
     return above if name.startswith(UPLOAD) else folder
 
@@ -103,8 +103,8 @@ def join_path(folder: str, name: str) -> str:
     return os.path.normpath(os.path.join(os.path.realpath(folder) if os.path.islink(folder) else folder, name))
 
 
-def find_store(url: str) -> str:
-    """Return the store or the bucket of a URL: ``s3://bucket``."""
+def find_root_url(url: str) -> str:
+    """Return scheme and host or bucket of a URL: ``s3://bucket``."""
     return "/".join(url.split("/")[:3])
 
 
@@ -127,8 +127,8 @@ def load_libc() -> ctypes.CDLL:
     return libc
 
 
-def find_kind(file: int | str) -> str:
-    """Return the kind of file system of a path or a file descriptor; empty if unknown."""
+def find_storage_kind(file: int | str) -> str:
+    """Return ``DISK``, ``MEMORY`` or ``NETWORK`` for a path or descriptor; "" if unknown."""
     libc, status = load_libc(), _Statfs()
     address = ctypes.byref(status)
     failed = libc.fstatfs(file, address) if isinstance(file, int) else libc.statfs(os.fsencode(file), address)
@@ -137,7 +137,7 @@ def find_kind(file: int | str) -> str:
 
 def measure_distance(path: str) -> int:
     """Return 0 for local storage or a missing path, 1 for a network, 2 for a store."""
-    return 2 if is_url(path) else int(find_kind(path) == NETWORK)
+    return 2 if is_url(path) else int(find_storage_kind(path) == NETWORK)
 
 
 def count_readers(path: str) -> int:
@@ -146,5 +146,5 @@ def count_readers(path: str) -> int:
 
 
 def choose_map(path: str) -> Callable[[Callable[[T], R], Sequence[T]], Iterable[R]]:
-    """Return a ``map`` over a folder's files, with threads for network storage."""
+    """Return ``map``, or a threaded one if ``path`` is on a network or in a store."""
     return partial(map_threads, threads=_FAR_READERS) if measure_distance(path) else map

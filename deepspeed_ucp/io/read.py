@@ -63,7 +63,7 @@ class Checked:
 
 
 def merge_checks(checks: Iterable[Checked]) -> list[Checked]:
-    """Sort checks, and join neighbours in a record."""
+    """Sort checksums, and combine those of adjacent ranges of a record."""
     merged: list[Checked] = []
     for check in sorted(checks, key=lambda c: (c.record, c.offset)):
         last = merged[-1] if merged else None
@@ -84,7 +84,7 @@ class Failover:
         self._lock = threading.Lock()
 
     def read(self, copies: Sequence[str], work: Callable[[str], T], primary: str) -> T:
-        """Call ``work`` with a file's path; if it fails, warn and use another copy.
+        """Return ``work(path)`` of the first copy that works; warn about failed ones.
 
         Args:
             copies: paths in order of preference.
@@ -99,11 +99,11 @@ class Failover:
                 return work(path)
             except (CheckpointError, UnsupportedError) as error:
                 errors[path] = error
-            if not self._pass_over(path, copies, errors[path]):
+            if not self._mark_failed(path, copies, errors[path]):
                 raise errors.get(primary, errors[path])
 
-    def _pass_over(self, path: str, copies: Sequence[str], error: Exception) -> bool:
-        """Do not use a copy again; return True if there are others."""
+    def _mark_failed(self, path: str, copies: Sequence[str], error: Exception) -> bool:
+        """Exclude a copy from later reads; return True if others remain."""
         with self._lock:
             is_new, left = path not in self.failed, not self.failed.issuperset({*copies} - {path})
             self.failed.add(path)
@@ -222,16 +222,16 @@ class RecordReader(Closing):
         file, begin = self.records.files[group[0].record], time.perf_counter()
         with self._pool.lend() as scratch:
             path, fetched = self.read_file(
-                file, lambda stored: (stored.path, self._fetch(stored, group, sinks, scratch))
+                file, lambda stored: (stored.path, self._fetch_group(stored, group, sinks, scratch))
             )
             with self._lock:
                 nbytes, seconds = self.spent.get(path, (0, 0.0))
                 nbytes += sum(read.nbytes for read in group)
                 self.spent[path] = nbytes, seconds + time.perf_counter() - begin
-            return [self._take(read, *parts) for read, parts in zip(group, fetched, strict=True)]
+            return [self._finish_read(read, *parts) for read, parts in zip(group, fetched, strict=True)]
 
-    def _take(self, read: Read, views: list[memoryview], staged: Staged) -> Checked:
-        """Checksum a read and store the items that were not read to their destination."""
+    def _finish_read(self, read: Read, views: list[memoryview], staged: Staged) -> Checked:
+        """Checksum a read's bytes, and store its staged items in their sinks."""
         crc = 0
         if self.checksum:
             for view in views:
@@ -240,15 +240,15 @@ class RecordReader(Closing):
             sink.store(item, view)
         return Checked(read.record, read.offset, read.nbytes, crc)
 
-    def _fetch(
+    def _fetch_group(
         self, file: Stored, group: Sequence[Read], sinks: Sequence[Sink | None], scratch: Scratch
     ) -> list[tuple[list[memoryview], Staged]]:
-        """Execute consecutive reads of an open file's record; return each read's memory."""
+        """Read a group's bytes from a file; return each read's views and staged items."""
         first, nbytes = group[0], sum(read.nbytes for read in group)
         offset = self.records.offsets[first.record] + first.offset
         data = file.fetch(offset, nbytes, scratch) if len(group) == 1 and not self._again(first) else None
         if data is not None:
-            return [([data], _arrange(first, sinks, data, is_read=True)[1])]
+            return [([data], _arrange(first, sinks, data, in_scratch=True)[1])]
         arranged, memory = [], scratch.take(nbytes)
         for read in group:
             arranged.append(_arrange(read, sinks, memory))
@@ -257,7 +257,7 @@ class RecordReader(Closing):
         return arranged
 
     def read_file(self, number: int, work: Callable[[Stored], T]) -> T:
-        """Call ``work`` with an open file, or with its next copy if that fails.
+        """Return ``work(file)`` for file ``number``, or for its next copy if that fails.
 
         The nearest copy comes first if its header CRC32 shows that it is the same file, else the first place's.
         """
@@ -265,9 +265,9 @@ class RecordReader(Closing):
         copies: Sequence[str] = file.copies
         if file.header_crc is None:
             copies = [*dict.fromkeys((file.path, *file.copies))] if self.checksum else [file.path]
-        return self._failover.read(copies, lambda path: work(self._hold_open(path, file)), file.path)
+        return self._failover.read(copies, lambda path: work(self._open_once(path, file)), file.path)
 
-    def _hold_open(self, path: str, file: FileRef) -> Stored:
+    def _open_once(self, path: str, file: FileRef) -> Stored:
         with self._lock:
             opening = self._opening[path]
         with opening:
@@ -280,13 +280,13 @@ class RecordReader(Closing):
 
 
 def _arrange(
-    read: Read, sinks: Sequence[Sink | None], scratch: memoryview, is_read: bool = False
+    read: Read, sinks: Sequence[Sink | None], scratch: memoryview, in_scratch: bool = False
 ) -> tuple[list[memoryview], Staged]:
-    """Choose memory for each item: its destination if possible, else scratch; scratch if its bytes are there."""
+    """Return a read's views (destinations or scratch) and its staged items."""
     views, staged, memory = list[memoryview](), Staged(), scratch[: read.nbytes]
     for item in read.items:
         sink = sinks[item.destination]
-        view = None if sink is None or item.stride or is_read else sink.view(item.position, item.nbytes)
+        view = None if sink is None or item.stride or in_scratch else sink.view(item.position, item.nbytes)
         if view is None:
             view = memory[: item.nbytes]
             if sink is not None:
@@ -296,8 +296,8 @@ def _arrange(
     return [*views, memory] if memory.nbytes else views, staged
 
 
-def sum_range(file: Stored, offset: int, nbytes: int, chunk: int = 4 << 20) -> int:
-    """Return the CRC32 of bytes of a file."""
+def checksum_range(file: Stored, offset: int, nbytes: int, chunk: int = 4 << 20) -> int:
+    """Return the CRC32 of bytes [offset, offset + nbytes) of an open file."""
     scratch, crc = Scratch(), 0
     for low in range(0, nbytes, chunk):
         size = min(chunk, nbytes - low)
@@ -310,7 +310,7 @@ def sum_range(file: Stored, offset: int, nbytes: int, chunk: int = 4 << 20) -> i
 
 
 def allow_open_files(count: int) -> None:
-    """Raise this process's limit of open files for ``count`` more, if possible."""
+    """Increase this process's limit of open files to ``count`` more, if possible."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + _SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:

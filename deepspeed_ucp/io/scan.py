@@ -82,7 +82,7 @@ class _Scan:
 
     def __init__(self, file: ScanFile, chunk: int) -> None:
         self.file, self.left = file, -(-file.size // chunk)
-        self.found = Scanned([None if nbytes else 0 for _, nbytes in file.ranges])
+        self.result = Scanned([None if nbytes else 0 for _, nbytes in file.ranges])
         self.checks: list[Checked] = []  # of parts of the ranges, by number of the range
         self.ranges_of: dict[int, list[int]] = defaultdict(list)
         self.stored: Stored | None = None
@@ -102,9 +102,9 @@ class _Scan:
                 crc = crc32(view[first - low : last - low])
                 checks.append(Checked(number, first - offset, last - first, crc))
         with self.lock:
-            self.found.nbytes += view.nbytes
+            self.result.nbytes += view.nbytes
             self.left -= 1
-            self.found.errors += [(low + view.nbytes, error)] if error else []
+            self.result.errors += [(low + view.nbytes, error)] if error else []
             self.checks += checks
             if not self.left and self.stored is not None:
                 self.stored.close()
@@ -113,11 +113,11 @@ class _Scan:
         """Return the bytes that could be read, and an error message if these are not all."""
         got = 0
         with self.lock:
-            if self.stored is None and not self.found.errors:
+            if self.stored is None and not self.result.errors:
                 try:
                     self.stored = open_stored(self.file.path, os.POSIX_FADV_SEQUENTIAL, size=self.file.size)
                 except CheckpointError as error:
-                    self.found.errors.append((0, error.text.removesuffix(".")))
+                    self.result.errors.append((0, error.text.removesuffix(".")))
         if self.stored is None:
             return memoryview(b""), ""
         with suppress(CheckpointError):  # the read below reports it with its offset
@@ -133,8 +133,8 @@ class _Scan:
         return view[:got], "" if got == nbytes else f"ends at byte {low + got}; it was cut off while it was read"
 
     def join(self) -> Scanned:
-        self.found.errors.sort()
+        self.result.errors.sort()
         for check in merge_checks(self.checks):
             if check.nbytes == self.file.ranges[check.record][1]:
-                self.found.crcs[check.record] = check.crc
-        return self.found
+                self.result.crcs[check.record] = check.crc
+        return self.result

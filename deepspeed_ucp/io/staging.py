@@ -33,7 +33,7 @@ def hold_lock(path: str, purpose: str) -> Iterator[None]:
     """Context in which this process holds a lock file, which is deleted at the end.
 
     The kernel releases the lock when its holder dies. On a file system without ``flock`` the existence of the file is
-    the lock; after a crash the user must remove it, as the error says. A StorageError describes another holder.
+    the lock; after a crash the user must remove it, as the error says. Raises StorageError if another process holds it.
     """
     fd = _acquire(path, purpose)
     try:
@@ -58,7 +58,7 @@ def _acquire(path: str, purpose: str) -> int:
             except FileExistsError:
                 fd, is_new = os.open(path, flags, 0o666), False
         try:
-            _take(fd, is_new, path, purpose)
+            _try_lock(fd, is_new, path, purpose)
         except BaseException:
             os.close(fd)
             raise
@@ -68,7 +68,7 @@ def _acquire(path: str, purpose: str) -> int:
         os.close(fd)
 
 
-def _take(fd: int, is_new: bool, path: str, purpose: str) -> None:
+def _try_lock(fd: int, is_new: bool, path: str, purpose: str) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -107,7 +107,7 @@ class OutputKind:
     Attributes:
         name: with its article, such as ``an atomic checkpoint``.
         maker: the work that writes it, such as ``conversion``.
-        is_one: returns True if a folder is a complete output of this kind.
+        is_output: returns True if a folder is a complete output of this kind.
         parts: names of the entries that it may contain.
         kept: names of other entries that are copied to the new output when it is replaced.
         last: files, in order, without which no output is complete: a store gets them last.
@@ -115,12 +115,12 @@ class OutputKind:
 
     name: str
     maker: str
-    is_one: Callable[[str], bool]
+    is_output: Callable[[str], bool]
     parts: re.Pattern[str]
     kept: re.Pattern[str] = re.compile(r"(?!)")
     last: tuple[str, ...] = ()
 
-    def refuse_taken(self, folder: str, names: Iterable[str], *, is_ours: bool, overwrite: bool) -> None:
+    def check_replaceable(self, folder: str, names: Iterable[str], *, is_ours: bool, overwrite: bool) -> None:
         """Raise if a folder or prefix with these entries may not be replaced.
 
         Args:
@@ -168,7 +168,7 @@ class Staging:
         return os.path.join(self.folder, *parts)
 
     def scratch(self) -> AbstractContextManager[None]:
-        """Context of a rank's whole work: all ranks see the temporary folder."""
+        """Context of a rank's whole work; no operation in a folder, which all ranks see."""
         return nullcontext()
 
     def put(self, name: str) -> None:
@@ -190,15 +190,15 @@ class Staging:
         if _is_vacant(self.destination):
             os.rename(self.aside, self.destination)
             sync_folder(self.parent)
-        elif self.kind.is_one(self.destination):
+        elif self.kind.is_output(self.destination):
             delete_tree(self.aside)
 
     def check_destination(self, overwrite: bool) -> None:
         if _is_vacant(self.destination):
             return
-        is_ours = not os.path.islink(self.destination) and self.kind.is_one(self.destination)
+        is_ours = not os.path.islink(self.destination) and self.kind.is_output(self.destination)
         names = os.listdir(self.destination) if is_ours else ()
-        self.kind.refuse_taken(self.destination, names, is_ours=is_ours, overwrite=overwrite)
+        self.kind.check_replaceable(self.destination, names, is_ours=is_ours, overwrite=overwrite)
 
     def begin(self) -> None:
         """Create the temporary folder; one that an earlier run has left is deleted."""
@@ -207,7 +207,7 @@ class Staging:
             os.mkdir(self.folder)
 
     @contextmanager
-    def attempt(self) -> Iterator[None]:
+    def discard_on_error(self) -> Iterator[None]:
         """Delete the temporary folder if the block raises; rank 0 alone."""
         try:
             yield
@@ -238,17 +238,17 @@ class Staging:
             latest: new content of ``latest_universal`` in the parent folder; None leaves it unchanged.
             overwrite: an output of the same kind at the destination is replaced.
         """
-        if not self.kind.is_one(self.folder):
+        if not self.kind.is_output(self.folder):
             raise CheckpointError(f"is not {self.kind.name}; it is not whole.", path=self.folder)
         self._keep_entries()
         sync_folder(self.folder)
-        self._exchange(overwrite)
+        self._replace_destination(overwrite)
         if os.path.lexists(self.aside):
             delete_tree(self.aside)
         if latest is not None:
-            self.point_at(latest)
+            self.write_latest(latest)
 
-    def point_at(self, name: str) -> None:
+    def write_latest(self, name: str) -> None:
         """Write a checkpoint's name to the parent's ``latest_universal``, atomically."""
         write_atomically(os.path.join(self.parent, LATEST), name.encode())
 
@@ -266,9 +266,9 @@ class Staging:
                     shutil.copy2(entry, kept)
                     sync_file(kept)
 
-    def _exchange(self, overwrite: bool) -> None:
+    def _replace_destination(self, overwrite: bool) -> None:
         if not _is_vacant(self.destination):
-            if not overwrite or os.path.islink(self.destination) or not self.kind.is_one(self.destination):
+            if not overwrite or os.path.islink(self.destination) or not self.kind.is_output(self.destination):
                 raise StorageError(
                     f"appeared while the {self.kind.maker} ran; it is not replaced.", path=self.destination
                 )

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any, BinaryIO, Concatenate, ParamSpec, TypeVar
 
 from ..errors import CheckpointError
-from .direct import ALIGNMENT, LEAST, REFUSED, align, is_cached, is_worth_passing, reopen
+from .direct import ALIGNMENT, LEAST, REFUSED, align, is_cached, prefers_direct_reads, reopen_direct
 from .disk import explain_full, replacing, sync_file, write_atomically
 from .interface import ReadStream, Store, Stored, explain_failure
 from .memory import Scratch, drop_front
@@ -78,8 +78,8 @@ class StoredFile(Stored):
             self._file = open_local(path)
         except OSError as error:
             raise explain_failure(path, "opened", error) from error
-        self._passes = is_worth_passing(self._file.fileno())
-        if self._passes and advice == os.POSIX_FADV_NORMAL:
+        self._reads_direct = prefers_direct_reads(self._file.fileno())
+        if self._reads_direct and advice == os.POSIX_FADV_NORMAL:
             advice = os.POSIX_FADV_RANDOM  # reads through the cache are small then, and isolated
         if advice != os.POSIX_FADV_NORMAL:
             os.posix_fadvise(self._file.fileno(), 0, 0, advice)
@@ -87,17 +87,17 @@ class StoredFile(Stored):
     def fetch(self, offset: int, nbytes: int, scratch: Scratch) -> memoryview | None:
         """Read past the page cache if that is faster and possible, else return None."""
         file = self._file.fileno()
-        if not self._passes or nbytes < LEAST or is_cached(file, offset, nbytes):
+        if not self._reads_direct or nbytes < LEAST or is_cached(file, offset, nbytes):
             return None
-        past = reopen(file)  # for this read only: there may be too many files for two descriptors each
+        past = reopen_direct(file)  # for this read only: there may be too many files for two descriptors each
         if past is None:
             return None
         try:
-            return self._read_past(past, offset, nbytes, scratch)
+            return self._read_direct(past, offset, nbytes, scratch)
         finally:
             os.close(past)
 
-    def _read_past(self, fd: int, offset: int, nbytes: int, scratch: Scratch) -> memoryview | None:
+    def _read_direct(self, fd: int, offset: int, nbytes: int, scratch: Scratch) -> memoryview | None:
         low, size = align(offset, nbytes)
         memory, got, wanted = scratch.take(size), 0, offset + nbytes - low
         while got < wanted:
@@ -171,7 +171,7 @@ class LocalStore(Store):
             return None
         return Entry(FOLDER if stat.S_ISDIR(status.st_mode) else status.st_size, status.st_mtime)
 
-    def find_change(self, path: str) -> int:
+    def find_change_time(self, path: str) -> int:
         return os.stat(path).st_mtime_ns
 
     def is_file(self, path: str) -> bool:
@@ -199,14 +199,14 @@ class LocalStore(Store):
         with suppress(FileNotFoundError):
             os.unlink(path)
 
-    def open_regular(self, path: str) -> ReadStream:
+    def open_stream(self, path: str) -> ReadStream:
         return LocalStream(open_local(path))
 
     def open_stored(self, path: str, advice: int = os.POSIX_FADV_NORMAL, *, size: int | None = None) -> Stored:
         return StoredFile(path, advice)
 
 
-def _choose(path: str) -> Store:
+def _choose_store(path: str) -> Store:
     """Return the store of a path; obstore is imported with the first URL."""
     if not is_url(path):
         return LocalStore()
@@ -219,32 +219,32 @@ def _choose(path: str) -> Store:
     return ObjectStore()
 
 
-def _by_path(method: Callable[Concatenate[Store, str, P], T]) -> Callable[Concatenate[str, P], T]:
-    """Return a function that calls a method of the store that serves its path."""
+def _dispatch_by_path(method: Callable[Concatenate[Store, str, P], T]) -> Callable[Concatenate[str, P], T]:
+    """Return a function that calls a store's method, on the store of its first argument."""
 
     @functools.wraps(method)
     def call(path: str, /, *args: P.args, **options: P.kwargs) -> T:
-        result: T = getattr(_choose(path), method.__name__)(path, *args, **options)
+        result: T = getattr(_choose_store(path), method.__name__)(path, *args, **options)
         return result
 
     return call
 
 
-list_folder = _by_path(Store.list_folder)
-list_tree = _by_path(Store.list_tree)
-note_listed = _by_path(Store.note_listed)
-find_entry = _by_path(Store.find_entry)
-find_change = _by_path(Store.find_change)
-is_folder = _by_path(Store.is_folder)
-is_file = _by_path(Store.is_file)
-exists = _by_path(Store.exists)
-read_small = _by_path(Store.read_small)
-write_small = _by_path(Store.write_small)
-exchange_small = _by_path(Store.exchange_small)
-put_file = _by_path(Store.put_file)
-remove = _by_path(Store.remove)
-open_regular = _by_path(Store.open_regular)
-open_stored = _by_path(Store.open_stored)
+list_folder = _dispatch_by_path(Store.list_folder)
+list_tree = _dispatch_by_path(Store.list_tree)
+note_listed = _dispatch_by_path(Store.note_listed)
+find_entry = _dispatch_by_path(Store.find_entry)
+find_change_time = _dispatch_by_path(Store.find_change_time)
+is_folder = _dispatch_by_path(Store.is_folder)
+is_file = _dispatch_by_path(Store.is_file)
+exists = _dispatch_by_path(Store.exists)
+read_small = _dispatch_by_path(Store.read_small)
+write_small = _dispatch_by_path(Store.write_small)
+exchange_small = _dispatch_by_path(Store.exchange_small)
+put_file = _dispatch_by_path(Store.put_file)
+remove = _dispatch_by_path(Store.remove)
+open_stream = _dispatch_by_path(Store.open_stream)
+open_stored = _dispatch_by_path(Store.open_stored)
 
 
 def set_storage_options(options: Mapping[str, Any]) -> None:

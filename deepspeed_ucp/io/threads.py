@@ -30,7 +30,7 @@ def _count_ranks() -> int:
 
 
 @contextmanager
-def limit_torch(threads: int | None = None) -> Iterator[None]:
+def limit_torch_threads(threads: int | None = None) -> Iterator[None]:
     """Limit torch's threads per operation, by default to this rank's share of cores.
 
     Without a limit each rank, and each of our threads, uses all cores for an operation. OpenMP's threads then spin
@@ -75,7 +75,7 @@ def run_threads(jobs: Sequence[T], work: Callable[[Iterator[T]], None], threads:
     count = max(min(threads, len(jobs)), 1)
     pool = ThreadPoolExecutor(count, thread_name_prefix="ucp-work")
     futures: list[Future[None]] = []
-    with limit_torch(1):
+    with limit_torch_threads(1):
         try:
             futures.extend(pool.submit(run) for _ in range(count))
             for future in futures:

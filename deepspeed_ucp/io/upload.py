@@ -69,8 +69,8 @@ class RemoteStaging(Staging):
             return
         stopped = _UNFINISHED in present
         names = {name.split("/")[0] for name in present} - {_UNFINISHED}
-        is_ours = stopped or self.kind.is_one(self.destination)
-        self.kind.refuse_taken(self.destination, names, is_ours=is_ours, overwrite=overwrite or stopped)
+        is_ours = stopped or self.kind.is_output(self.destination)
+        self.kind.check_replaceable(self.destination, names, is_ours=is_ours, overwrite=overwrite or stopped)
 
     def _list(self) -> list[str]:
         try:
@@ -84,14 +84,14 @@ class RemoteStaging(Staging):
         """Delete this kind's files at the destination, first the files in ``kind.last``."""
         present = [name for name in self._list() if self.kind.parts.fullmatch(name.split("/")[0])]
         marks = [name for name in reversed(self.kind.last) if name in present]
-        with _explain(self.destination):
+        with _convert_errors(self.destination):
             write_small(f"{self.destination}/{_UNFINISHED}", b"")
             for name in [*marks, *(name for name in present if name not in marks)]:
                 remove(f"{self.destination}/{name}")
 
     def put(self, name: str) -> None:
         """Move a complete file from the temporary folder to the store; thread-safe."""
-        with _explain(f"{self.destination}/{name}"):
+        with _convert_errors(f"{self.destination}/{name}"):
             put_file(f"{self.destination}/{name}", self.path(name))
         os.unlink(self.path(name))
 
@@ -106,18 +106,18 @@ class RemoteStaging(Staging):
         for name in self.kind.last:
             if os.path.exists(self.path(name)):
                 self.put(name)
-        with _explain(self.destination):
+        with _convert_errors(self.destination):
             remove(f"{self.destination}/{_UNFINISHED}")
         if latest is not None:
-            self.point_at(latest)
+            self.write_latest(latest)
 
-    def point_at(self, name: str) -> None:
-        with _explain(f"{self.parent}/{LATEST}"):
+    def write_latest(self, name: str) -> None:
+        with _convert_errors(f"{self.parent}/{LATEST}"):
             write_small(f"{self.parent}/{LATEST}", name.encode())
 
 
 @contextmanager
-def _explain(url: str) -> Iterator[None]:
+def _convert_errors(url: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:

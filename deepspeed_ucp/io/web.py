@@ -64,8 +64,8 @@ class WebStore(ObjectStore):
         names = sorted(links.names)
         entries = {name.rstrip("/"): Entry(FOLDER, 0.0) for name in names if name.endswith("/")}
         files = [name for name in names if not name.endswith("/")]
-        found = map_threads(lambda name: self.find_entry(f"{folder}/{name}"), files, _AT_ONCE)
-        entries |= {name: entry or Entry(0, 0.0) for name, entry in zip(files, found, strict=True)}  # 0: a broken link
+        listed = map_threads(lambda name: self.find_entry(f"{folder}/{name}"), files, _AT_ONCE)
+        entries |= {name: entry or Entry(0, 0.0) for name, entry in zip(files, listed, strict=True)}  # 0: a broken link
         self.note_listed(folder, entries)
         return entries
 

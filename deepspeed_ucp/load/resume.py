@@ -42,7 +42,7 @@ from ..formats.latest import find_folder, is_sealed, list_older, list_unsealed
 from ..io.memory import pause_collection
 from ..io.paths import normalize
 from ..io.store import set_storage_options
-from ..io.threads import limit_torch
+from ..io.threads import limit_torch_threads
 from ..model.index import AtomicIndex
 from ..plan.settling import list_names
 from ..stream.report import OutputReport
@@ -229,7 +229,7 @@ def _load_directly(context: LoadContext, folder: str, index: AtomicIndex, target
         context.engine.optimizer.checkpoint_event_prologue()
     try:
         context.comm.run(target.prepare)
-        with limit_torch():
+        with limit_torch_threads():
             loaded = index.state_file, load_direct(context, index, target)
     except UcpError as error:
         if is_shared(error):

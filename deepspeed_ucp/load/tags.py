@@ -22,7 +22,7 @@ from ..formats.latest import (
     list_unfinished,
 )
 from ..hub import describe_cached
-from ..io.paths import find_store, is_url, normalize
+from ..io.paths import find_root_url, is_url, normalize
 from ..io.store import is_folder
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -245,7 +245,7 @@ def _list_doubts(place: str, saved_to: Iterable[str], *, is_missing: bool) -> li
     folders = list(saved_to)
     if folders and folder not in map(normalize, folders):
         doubts.append(f"This engine saves to {shorten(folders)}.")
-    if is_url(place) and parent == find_store(place):
+    if is_url(place) and parent == find_root_url(place):
         return doubts
     with suppress(UcpError, OSError):  # reading one folder may be allowed and its parent not
         if siblings := find_siblings(folder):

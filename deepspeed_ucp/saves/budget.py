@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 
 from ..errors import shorten
 from ..io.memory import measure_available
-from ..io.paths import MEMORY, find_kind
+from ..io.paths import MEMORY, find_storage_kind
 from .destinations import has_sealed_part
 from .memory import Job, SavePart, describe_late, is_locked, list_dead, locate
 
@@ -25,7 +25,7 @@ ADVICE = 'Give the container more memory, or let "save": {"memory": …} name a 
 def count_free(root: str) -> int:
     """Return the bytes free for a folder; in memory, within the container's limit."""
     free = shutil.disk_usage(root).free
-    return min(free, measure_available()) if find_kind(root) == MEMORY else free
+    return min(free, measure_available()) if find_storage_kind(root) == MEMORY else free
 
 
 def is_safe(save: SavePart) -> bool:

@@ -24,7 +24,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import StorageError, UcpError, escape
-from ..io.deletion import delete_own
+from ..io.deletion import try_delete_tree
 from ..io.disk import count_allocated, write_at
 from ..io.paths import LONGEST_PATH, is_below
 from ..io.read import crc32
@@ -328,7 +328,7 @@ class Replicator:
             return
         self._drop_older()
         aside = os.path.join(self.job.folder, f"copy-{save.node}-new")
-        delete_own(aside)
+        try_delete_tree(aside)
         try:
             if why := self._find_obstacle(parcel.files):
                 peer.reply(why=why)
@@ -345,10 +345,10 @@ class Replicator:
             made = replace(save, folder=aside)
             made.write_record()
             made.note("done", parcel.done)
-            delete_own(save.folder)  # left by an interrupted removal
+            try_delete_tree(save.folder)  # left by an interrupted removal
             os.rename(aside, save.folder)
         finally:
-            delete_own(aside)
+            try_delete_tree(aside)
         peer.reply()
 
     def _check(self, parcel: _Parcel) -> None:

@@ -32,7 +32,7 @@ from typing import Any
 
 from ..comm import Comm
 from ..errors import CheckpointError, ConfigError, StorageError
-from ..io.deletion import delete_own
+from ..io.deletion import try_delete_tree
 from ..io.disk import explain_full, sync_folder, sync_tree, write_at, write_atomically
 from ..io.jsonfile import parse_json, read_json
 from ..io.memory import identify_host
@@ -158,7 +158,7 @@ class SavePart:
     def remove(self) -> None:
         """Delete it, its record first."""
         self._forget()
-        delete_own(self.folder)
+        try_delete_tree(self.folder)
 
     def recycle(self) -> None:
         """Delete it, but keep its files for the next save to overwrite.
@@ -169,7 +169,7 @@ class SavePart:
         try:
             os.rename(self.folder, os.path.join(os.path.dirname(self.folder), _SPARE))
         except OSError:
-            delete_own(self.folder)
+            try_delete_tree(self.folder)
 
     def _forget(self) -> None:
         with suppress(FileNotFoundError):
@@ -271,7 +271,7 @@ class Job:
 
     def drop_spare(self) -> None:
         """Delete the files that are kept for the next save to overwrite."""
-        delete_own(self.spare)
+        try_delete_tree(self.spare)
 
     def holds_none(self) -> bool:
         """Return True if it has neither copies nor saves that may be complete."""
@@ -288,7 +288,7 @@ class Job:
         """Delete everything, the record of each save first: a kill leaves no damaged save."""
         for save in [*self.list_saves(), *self.list_copies()]:
             save.remove()
-        delete_own(self.folder)
+        try_delete_tree(self.folder)
 
 
 def find_root(memory: str) -> str:

@@ -27,7 +27,7 @@ from ..io.staging import MANIFEST
 from ..io.store import (
     exchange_small,
     exists,
-    find_change,
+    find_change_time,
     find_entry,
     list_folder,
     list_tree,
@@ -137,7 +137,7 @@ class Tag:
 
     def delete_abandoned(self) -> None:
         """Delete temporary folders and records that no save needs any more."""
-        above, published = os.path.dirname(self.record), find_change(os.path.join(self.final, self.marker)) / 1e9
+        above, published = os.path.dirname(self.record), find_change_time(os.path.join(self.final, self.marker)) / 1e9
         for name in list_folder(above):
             path = os.path.join(above, name)
             tag, mark, owner = name.rpartition(UPLOAD if UPLOAD in name else WRITTEN)

@@ -23,9 +23,9 @@ from ..config import SaveOptions, UniversalConfig
 from ..engine.references import replace_method
 from ..engine_state import find_state
 from ..errors import StorageError, UcpError
-from ..io.deletion import delete_own
+from ..io.deletion import try_delete_tree
 from ..io.disk import count_allocated
-from ..io.paths import MEMORY, find_kind, is_below, is_url
+from ..io.paths import MEMORY, find_storage_kind, is_below, is_url
 from ..writer import find_other_writer, is_decoupled
 from .budget import ADVICE, MemoryBudget, recycle_unneeded
 from .files import MappedFiles, save_over
@@ -84,7 +84,7 @@ class Saver:
         self.made = 0  # number of saves of the script
         self.keeps_memory = False  # after a normal exit, as the job is restarted
         self._requested, self.lost = dict[int, str](), dict[str, str]()
-        self.mapped = MappedFiles(wanted=find_kind(self.root) == MEMORY)
+        self.mapped = MappedFiles(wanted=find_storage_kind(self.root) == MEMORY)
         self._logged = dict[str, str]()  # faults that were logged, by late destination
         _savers.add(self)
 
@@ -173,7 +173,7 @@ class Saver:
             return ""
         for number in self.job.list_numbers():  # left by saves that failed
             if self.job.is_unfinished(number):
-                delete_own(self.job.find_folder(number))
+                try_delete_tree(self.job.find_folder(number))
         if (why := self.budget.make_room()) and waits:
             self.finish(self.budget.free_own_saves)
             if why := self.budget.make_room():
@@ -400,7 +400,7 @@ def _write_quickly(engine: Any, saver: Saver, write: Callable[..., Any], comm: C
         saved = write(saver.folder)
     failed = next(filter(None, comm.gather_results(lambda: saver.failed)), "")
     if failed:
-        comm.run(lambda: delete_own(saver.folder) if saver.is_owner else None)
+        comm.run(lambda: try_delete_tree(saver.folder) if saver.is_owner else None)
     return saved, f"memory is full by now: {failed}. {ADVICE}" if failed else ""
 
 

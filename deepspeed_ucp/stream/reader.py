@@ -24,7 +24,7 @@ from ..model.storage import MASTER
 from ..plan.locate import View, Want, list_reads
 from ..plan.rounds import BLOCK
 from ..tensor_parallel.layout import list_repeats
-from ..torchsave.records import sum_directory
+from ..torchsave.records import checksum_directory
 from ..torchsave.torchfile import TorchFile, read_header
 
 
@@ -162,7 +162,7 @@ def check_copy(path: str, file: FileRef) -> None:
     """
     if file.header_crc is None:
         return
-    crc = sum_directory(path)
+    crc = checksum_directory(path)
     if crc is None and len(file.places) > 1:
         raise CheckpointError("has no directory with checksums, as the save's has; it is another file.", path=path)
     if crc not in (None, file.header_crc):

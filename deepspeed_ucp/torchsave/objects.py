@@ -240,7 +240,7 @@ def make_instance(module: str, name: str, fields: Mapping[str, Any]) -> PickledO
 
 
 def to_number(value: Any) -> Any:
-    """Convert a 0-dim tensor or a numpy scalar to a number; keep other values."""
+    """Return the number in a 0-dim tensor or a numpy scalar; other values as they are."""
     if isinstance(value, TensorRef) and value.data is not None and not value.shape:
         return value.item()
     if isinstance(value, PickledObject) and value.kind.endswith(".multiarray.scalar"):
@@ -248,18 +248,18 @@ def to_number(value: Any) -> Any:
     return value
 
 
-def is_short(value: Any) -> bool:
+def is_int64(value: Any) -> bool:
     """Return True for an integer of at most 64 bits, such as a size or a count."""
     return isinstance(value, int) and value.bit_length() <= 64
 
 
-def is_setting(value: Any) -> bool:
+def is_setting_int(value: Any) -> bool:
     """Return True for an integer of at most :data:`MOST_BITS` bits."""
     return isinstance(value, int) and value.bit_length() <= MOST_BITS
 
 
-def to_member(value: Any) -> Any:
-    """Return the value of an enum member or the name of a dtype; keep other values."""
+def unwrap_enum(value: Any) -> Any:
+    """Return an enum member's value or a dtype's name; return other values as they are."""
     if isinstance(value, Global) and is_dtype(value.kind):
         return value.name
     # An enum member is pickled as a call with its value.
@@ -269,7 +269,7 @@ def to_member(value: Any) -> Any:
 
 
 def _read_numpy_scalar(value: PickledObject) -> Any:
-    """Return the number in ``multiarray.scalar(dtype, bytes)``; keep other calls."""
+    """Return the number in ``multiarray.scalar(dtype, bytes)``, else the call itself."""
     kind, data = value.args if len(value.args) == 2 else (None, None)
     if isinstance(data, PickledObject) and data.kind == "_codecs.encode" and data.args[1:] == ("latin1",):
         data = str(data.args[0]).encode("latin1")
@@ -322,20 +322,20 @@ def has_more_parts(value: Any, most: int) -> bool:
 
 
 def describe(value: Any) -> str:
-    """Describe any value for a message, in less than a line."""
+    """Describe any inert value in a few words for a message."""
     if isinstance(value, (PickledObject, Global)):
-        return _cut(value.kind)
+        return _shorten(value.kind)
     if isinstance(value, TensorRef):
-        return f"tensor {_cut(value.dtype)} {_cut(list(value.shape))}"
+        return f"tensor {_shorten(value.dtype)} {_shorten(list(value.shape))}"
     if isinstance(value, int) and value.bit_length() > 4 * _SHORT:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, (str, bytes, bytearray)):
-        return _cut(repr(value[:_SHORT]), len(value) > _SHORT)
+        return _shorten(repr(value[:_SHORT]), len(value) > _SHORT)
     if value is None or isinstance(value, (bool, int, float)):
         return repr(value)
     return f"a {type(value).__name__} of {len(list_parts(value))} parts"
 
 
-def _cut(value: Any, more: bool = False) -> str:
+def _shorten(value: Any, more: bool = False) -> str:
     text = str(value)
     return f"{text[:_SHORT]}…" if more or len(text) > _SHORT else text

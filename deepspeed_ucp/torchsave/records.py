@@ -16,7 +16,7 @@ from isal import isal_zlib
 
 from ..errors import CheckpointError, ChecksumError, UnsupportedError
 from ..io.interface import ReadStream, explain_failure
-from ..io.store import open_regular
+from ..io.store import open_stream
 from ..model.records import Record
 from .objects import RESTORE, make_damage_error
 from .zipframe import ALIGNMENT, BYTEORDER, DATA, LOCAL, LOCAL_MAGIC, PICKLE, ROOT, STREAMED
@@ -62,7 +62,7 @@ class FileRecords:
 def open_file(path: str) -> Iterator[ReadStream]:
     """Open a file for reading; CheckpointError if it is missing or unreadable."""
     try:
-        with open_regular(path) as stream:
+        with open_stream(path) as stream:
             yield stream
     except OSError as error:
         raise explain_failure(path, "read", error) from error
@@ -93,7 +93,7 @@ def list_zip(path: str, stream: ReadStream) -> FileRecords:
     for (one, first), (other, second) in pairwise(located):
         if first.offset + first.nbytes > second.offset:
             raise make_damage_error(path, f"records {one} and {other} overlap; its directory is damaged.")
-    return FileRecords(path, stream.size, dict(located), _sum_directory(front, archive), root)
+    return FileRecords(path, stream.size, dict(located), _checksum_directory(front, archive), root)
 
 
 def _open_zip(path: str, stream: ReadStream) -> tuple[FilePart, zipfile.ZipFile]:
@@ -106,17 +106,17 @@ def _open_zip(path: str, stream: ReadStream) -> tuple[FilePart, zipfile.ZipFile]
         ) from None
 
 
-def _sum_directory(front: FilePart, archive: zipfile.ZipFile) -> int:
+def _checksum_directory(front: FilePart, archive: zipfile.ZipFile) -> int:
     return isal_zlib.crc32(front.read_at(front.size, archive.start_dir))
 
 
-def sum_directory(path: str) -> int | None:
+def checksum_directory(path: str) -> int | None:
     """Return the CRC32 of a zip directory with checksums; None without one."""
     with open_file(path) as stream:
         if not starts_zip(stream):
             return None
         front, archive = _open_zip(path, stream)
-        return _sum_directory(front, archive) if any(info.CRC for info in archive.infolist()) else None
+        return _checksum_directory(front, archive) if any(info.CRC for info in archive.infolist()) else None
 
 
 _END, _LOCATOR = struct.Struct("<4s4H2IH"), struct.Struct("<4sIQI")

@@ -57,60 +57,60 @@ class _Writer:
             self.out += pickle.BINPERSID
         elif type(value) in _NUMBERS:
             self.out += pickle.dumps(value, 2)[2:-1]  # without PROTO and STOP
-        elif not self._recall(value):
-            yield from self._make(value)
+        elif not self._write_reference(value):
+            yield from self._write_new(value)
 
-    def _make(self, value: Any) -> Iterator[Any]:
+    def _write_new(self, value: Any) -> Iterator[Any]:
         if type(value) not in _MAKERS:
             raise UcpError(f"a value of type {type(value).__name__} ({describe(value)}) cannot be written to a pickle")
         op, parts, edits = _MAKERS[type(value)](value)
         marked = op in (pickle.TUPLE, pickle.FROZENSET)
         self.out += pickle.MARK * marked
         yield from parts
-        if parts and self._recall(value, pickle.POP_MARK if marked else pickle.POP * len(parts)):
+        if parts and self._write_reference(value, pickle.POP_MARK if marked else pickle.POP * len(parts)):
             return  # a cycle: one of its parts refers to the value and has written it
         self.out += op
-        self._remember(value)
+        self._memoize(value)
         for op, operands in edits:
             if operands:
                 self.out += pickle.MARK * (op != pickle.BUILD)
                 yield from operands
                 self.out += op
 
-    def _recall(self, value: Any, before: bytes = b"") -> bool:
-        """Write a memo reference if the value is in the memo; returns True if so."""
-        index = self.memo.get(_identify(value))
+    def _write_reference(self, value: Any, before: bytes = b"") -> bool:
+        """Write ``before`` and a memo reference if the value is in the memo; True if so."""
+        index = self.memo.get(_make_memo_key(value))
         if index is not None:
-            self.out += before + _number(pickle.BINGET, pickle.LONG_BINGET, index)
+            self.out += before + _encode_index(pickle.BINGET, pickle.LONG_BINGET, index)
         return index is not None
 
-    def _remember(self, value: Any) -> None:
+    def _memoize(self, value: Any) -> None:
         if value == ():
             return
         index = len(self.memo)
-        self.memo[_identify(value)] = index
+        self.memo[_make_memo_key(value)] = index
         self.kept.append(value)
-        self.out += _number(pickle.BINPUT, pickle.LONG_BINPUT, index)
+        self.out += _encode_index(pickle.BINPUT, pickle.LONG_BINPUT, index)
 
 
-def _identify(value: Any) -> Any:
+def _make_memo_key(value: Any) -> Any:
     return value if isinstance(value, (str, Global)) else id(value)
 
 
-def _number(short: bytes, long: bytes, index: int) -> bytes:
+def _encode_index(short: bytes, long: bytes, index: int) -> bytes:
     return short + bytes([index]) if index < 256 else long + index.to_bytes(4, "little")
 
 
 _Made = tuple[bytes, Sequence[Any], _Edits]  # how a value is made: the instruction, its operands, and later edits
 
 
-def _list_items(value: dict[Any, Any]) -> tuple[bytes, Sequence[Any]]:
+def _make_set_items(value: dict[Any, Any]) -> tuple[bytes, Sequence[Any]]:
     return pickle.SETITEMS, [part for pair in value.items() for part in pair]
 
 
 def _make_ordered(value: OrderedItems) -> _Made:
     state = () if value.state is None else (value.state,)
-    return pickle.REDUCE, (Global("collections", "OrderedDict"), ()), [_list_items(value), (pickle.BUILD, state)]
+    return pickle.REDUCE, (Global("collections", "OrderedDict"), ()), [_make_set_items(value), (pickle.BUILD, state)]
 
 
 def _make_text(value: str | bytes) -> _Made:
@@ -127,7 +127,7 @@ _MAKERS: dict[type, Callable[[Any], _Made]] = {
     bytearray: lambda value: (pickle.BYTEARRAY8 + len(value).to_bytes(8, "little") + value, (), ()),
     tuple: lambda value: (_TUPLES[len(value)] if len(value) < len(_TUPLES) else pickle.TUPLE, value, ()),
     list: lambda value: (pickle.EMPTY_LIST, (), [(pickle.APPENDS, value)]),
-    dict: lambda value: (pickle.EMPTY_DICT, (), [_list_items(value)]),
+    dict: lambda value: (pickle.EMPTY_DICT, (), [_make_set_items(value)]),
     set: lambda value: (pickle.EMPTY_SET, (), [(pickle.ADDITEMS, tuple(value))]),
     frozenset: lambda value: (pickle.FROZENSET, tuple(value), ()),
 }

@@ -26,7 +26,7 @@ def list_storages(root: Any) -> dict[str, StorageRef]:
 
 
 def count_bytes(file: TorchFile, root: Any) -> int:
-    """Count the bytes of the storages referenced by a part of a file's tree."""
+    """Return the total bytes of the storages that a part of a file's tree references."""
     return sum(file.storages[key].nbytes for key in list_storages(root) if key in file.storages)
 
 

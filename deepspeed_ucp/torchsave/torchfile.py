@@ -69,7 +69,7 @@ class HeaderCache:
         return None
 
     def _fill(self, tree: TensorRef, record: Record, begin: bytes) -> TensorRef | None:
-        """Add the only element, if the storage has no other and it lies in the beginning."""
+        """Return the tensor with its only element's bytes, None if not in ``begin``."""
         itemsize = ITEMSIZE[tree.dtype]
         data = begin[record.offset : record.offset + itemsize]
         if len(data) < itemsize or record.nbytes != itemsize:
@@ -98,7 +98,7 @@ def _read_directory(end: bytes) -> tuple[list[str], bytes, int]:
     In the bytes the checksums of that storage and of later records are 0.
     """
     at = start = max(end.find(_ENTRY_MAGIC), 0)
-    names, found, crc = list[str](), bytearray(end), None
+    names, data, crc = list[str](), bytearray(end), None
     while len(end) >= at + _ENTRY.size and end[at : at + 4] == _ENTRY_MAGIC:
         stored, *lengths = _ENTRY.unpack_from(end, at)[1:]
         name = end[at + _ENTRY.size : at + _ENTRY.size + lengths[0]].partition(b"/")[2].decode(errors="replace")
@@ -106,9 +106,9 @@ def _read_directory(end: bytes) -> tuple[list[str], bytes, int]:
         if crc is None and name.startswith(DATA):
             crc = stored
         if crc is not None:
-            found[at + 16 : at + 20] = bytes(4)
+            data[at + 16 : at + 20] = bytes(4)
         at += _ENTRY.size + sum(lengths)
-    return names, bytes(found[start:]), crc or 0
+    return names, bytes(data[start:]), crc or 0
 
 
 _BIG_ENDIAN = "saved on a big-endian machine, which is not supported. Load it with torch and save it again here."
@@ -216,7 +216,7 @@ def _read_legacy(path: str, stream: ReadStream) -> tuple[Pickled, FileRecords]:
     front = _Front(FilePart(stream, 0, min(stream.size, _MOST_FRONT)))
     pickled, keys = _read_front(front, path)
     end = front.tell()
-    records = {LEGACY: Record(0, end, None), **_find_storages(path, stream, pickled, keys, end)}
+    records = {LEGACY: Record(0, end, None), **_list_storages(path, stream, pickled, keys, end)}
     crc = isal_zlib.crc32(stream.read_at(end, 0))
     return pickled, FileRecords(path, stream.size, {name: r for name, r in records.items() if r.nbytes}, crc, ROOT)
 
@@ -244,7 +244,7 @@ def _read_front(front: io.BufferedReader[Any], path: str) -> tuple[Pickled, list
     return pickled, keys.root
 
 
-def _find_storages(path: str, stream: ReadStream, pickled: Pickled, keys: list[str], offset: int) -> dict[str, Record]:
+def _list_storages(path: str, stream: ReadStream, pickled: Pickled, keys: list[str], offset: int) -> dict[str, Record]:
     """Locate a legacy file's storages, which are in the order of their keys."""
     size, records = stream.size, dict[str, Record]()
     for key in keys:

@@ -31,8 +31,8 @@ from .objects import (
     describe,
     has_more_parts,
     is_dtype,
-    is_setting,
-    is_short,
+    is_int64,
+    is_setting_int,
     make_damage_error,
     walk,
 )
@@ -58,7 +58,7 @@ _ALLOCATING = (
     "torch.storage.UntypedStorage",
 )
 """Callables that allocate as many bytes as their argument says. No writer pickles such calls."""
-_MOST_ARGUMENTS = 16  # of a call that a function in `_VIEWS` examines
+_MOST_ARGUMENTS = 16  # of a call that a function in `_CALL_READERS` examines
 _CHEAP = frozenset((str, float, bool, bytes, type(None), Global, TensorRef))
 """Types of keys whose hashes are cached or computed from a few bytes."""
 
@@ -101,7 +101,7 @@ def check_keys(keys: Iterable[Any], known: dict[int, list[Any]]) -> None:
         ValueError: a key is too large, or too many different keys have the same hash.
     """
     for key in keys:
-        if type(key) in _CHEAP or type(key) is PickledObject or is_short(key):
+        if type(key) in _CHEAP or type(key) is PickledObject or is_int64(key):
             continue
         if has_more_parts(key, MOST_KEY_PARTS):
             raise ValueError(f"a key of more than {MOST_KEY_PARTS} parts")
@@ -146,7 +146,7 @@ class Pickled(pickle._Unpickler):
         self.hashed: list[tuple[Global, Any]] = []  # classes whose hash reads an attribute, with the attributes
         self.looked_up: set[str] = set()
         self.used: list[Any] = []  # values that a call or hash may read, and callables with more than plain results
-        self.views: dict[int, Callable[..., Any]] = {}  # functions of `_VIEWS` by identity of their global
+        self.readers: dict[int, Callable[..., Any]] = {}  # functions of `_CALL_READERS` by identity of their global
         self.keys: dict[int, dict[int, list[Any]]] = defaultdict(dict)  # `check_keys`, by identity of the dictionary
         self.plain: set[int] = set()  # identities of globals whose bare instances with attributes are already recorded
 
@@ -175,7 +175,7 @@ class Pickled(pickle._Unpickler):
 
     def load_put(self) -> None:
         index = int(self.readline())
-        if not is_short(index):
+        if not is_int64(index):
             raise ValueError("a large number in its memo")
         self.memo[index] = self.stack[-1]
 
@@ -186,13 +186,13 @@ class Pickled(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Global:
         named = Global(module, name)
         self.globals.append(named)
-        if view := _VIEWS.get(named.kind):
-            self.views[id(named)] = view
+        if reader := _CALL_READERS.get(named.kind):
+            self.readers[id(named)] = reader
         return named
 
     def persistent_load(self, pid: Any) -> Any:
         """Return the storage of a persistent id; in the legacy format also a class."""
-        if not _names_storage(pid):
+        if not _is_storage_id(pid):
             if isinstance(pid, tuple) and len(pid) > 1 and pid[0] == "module" and isinstance(pid[1], Global):
                 return pid[1]  # pickled with its source
             raise UnsupportedError(
@@ -212,14 +212,14 @@ class Pickled(pickle._Unpickler):
 
     def _make(self, op: bytes, number: int) -> None:
         """Push the result of a call: a tensor, a known container, or a recorded call."""
-        parts = self._take(number)
+        parts = self._pop(number)
         maker, args = parts[0], parts[1]
         if not isinstance(maker, (Global, PickledObject)) or not isinstance(args, tuple):
             raise ValueError(f"it calls {describe(maker)} with {describe(args)}")
         made: Any = None
-        view = self.views.get(id(maker))
-        if view is _check_amount or (view and op == pickle.REDUCE and len(args) <= _MOST_ARGUMENTS):
-            made = view(parts)
+        reader = self.readers.get(id(maker))
+        if reader is _refuse_allocation or (reader and op == pickle.REDUCE and len(args) <= _MOST_ARGUMENTS):
+            made = reader(parts)
             if type(made) is TensorRef:
                 self.tensors.append(made)
         if made is None:
@@ -229,7 +229,7 @@ class Pickled(pickle._Unpickler):
             if type(maker) is Global and (_is_plain_call(op, maker, args) if args else op == pickle.NEWOBJ):
                 self.made.add(maker)
                 self.used += args
-            elif op == pickle.REDUCE and _looks_up(maker, args):
+            elif op == pickle.REDUCE and _is_getattr_call(maker, args):
                 self.looked_up.add(f"{args[0].kind}.{args[1]}")
                 self.used.append(args)
             else:
@@ -242,14 +242,14 @@ class Pickled(pickle._Unpickler):
         self.append = self.stack.append
         return items
 
-    def _take(self, number: int) -> list[Any]:
+    def _pop(self, number: int) -> list[Any]:
         items = self.stack[-number:]
         if len(items) < number:
             raise IndexError("its stack is empty")
         del self.stack[-number:]
         return items
 
-    def _extend(self, items: list[Any]) -> None:
+    def _append_items(self, items: list[Any]) -> None:
         changed = self.stack[-1]
         if type(changed) is list:
             changed += items
@@ -259,15 +259,15 @@ class Pickled(pickle._Unpickler):
     def load_dict(self) -> None:
         items = self.pop_mark()
         self.append({})
-        self._set(items)
+        self._set_items(items)
 
-    def _set(self, items: list[Any]) -> None:
+    def _set_items(self, items: list[Any]) -> None:
         """Add entries, alternating keys and values, to the topmost object."""
         changed, keys = self.stack[-1], items[::2]
         if len(items) % 2:
             raise ValueError("a key without a value")
         if isinstance(changed, dict):
-            self._check(keys, changed)
+            self._check_keys(keys, changed)
             changed.update(zip(keys, items[1::2], strict=True))
         else:
             self.used += keys
@@ -277,13 +277,13 @@ class Pickled(pickle._Unpickler):
         items = self.pop_mark()
         changed = self.stack[-1]
         if type(changed) is set:
-            self._check(items, changed)
+            self._check_keys(items, changed)
             changed.update(items)
         else:
             self.used += items
             self._edit(changed, pickle.ADDITEMS, items)
 
-    def _check(self, keys: list[Any], changed: Any) -> None:
+    def _check_keys(self, keys: list[Any], changed: Any) -> None:
         if costly := [key for key in keys if type(key) not in _CHEAP]:
             self.used += costly
             check_keys(costly, self.keys[id(changed)])
@@ -311,7 +311,7 @@ class Pickled(pickle._Unpickler):
 
     def _edit(self, changed: Any, op: bytes, operands: list[Any]) -> None:
         """Record a change of an object made by a call."""
-        made = _find_made(changed)
+        made = _find_call(changed)
         maker, gives = made.parts[0], op == pickle.BUILD
         named = type(maker) is Global
         if named and maker not in self.steered and _is_steered(op, made):
@@ -332,18 +332,18 @@ class Pickled(pickle._Unpickler):
         """
         named = dict.fromkeys(self.globals)
         looks_up = any(named_global.kind == GETATTR for named_global in named)
-        self.used += (pair for pair in self.hashed if not _is_numbers(pair[1]))
+        self.used += (pair for pair in self.hashed if not _is_cheap_to_hash(pair[1]))
         used = {part for part in walk(self.used) if type(part) is Global} if self.made or looks_up else set[Global]()
         others = {*used, *self.made, *self.states}
 
-        def describe(one: Global) -> Use:
+        def make_use(one: Global) -> Use:
             value = one in self.made and one not in used
             member = one.kind == GETATTR and not any(other.kind == GETATTR for other in others)
             states = frozenset(self.states.get(one, ()))
             return Use(one.kind, value, states, one in self.called, one in self.steered, member)
 
         members = tuple(Use(name, member=True) for name in sorted(self.looked_up))
-        return {one: describe(one) for one in named}, members
+        return {one: make_use(one) for one in named}, members
 
 
 def _is_bare(made: Any) -> bool:
@@ -358,16 +358,16 @@ def _is_plain_call(op: bytes, maker: Global, args: tuple[Any, ...]) -> bool:
     if maker.kind == _PARTIAL:
         return len(args) == 1  # the function, which is not called before the partial is
     if maker.kind == "builtins.range":
-        return all(map(is_short, args))
+        return all(map(is_int64, args))
     text = args[0] if len(args) == 1 and type(args[0]) is str else None
     if maker.kind == "fractions.Fraction":  # a string with an exponent could make a number of any length
-        return all(map(is_setting, args)) if text is None else _FRACTION.fullmatch(text) is not None
+        return all(map(is_setting_int, args)) if text is None else _FRACTION.fullmatch(text) is not None
     return maker.kind == "decimal.Decimal" and text is not None
 
 
-def _is_numbers(state: Any) -> bool:
-    """Return True if all attributes of a UUID are cheap to hash."""
-    return isinstance(state, dict) and all(value is None or is_setting(value) for value in state.values())
+def _is_cheap_to_hash(state: Any) -> bool:
+    """Return True for a UUID's ``__dict__`` whose values are all bounded integers."""
+    return isinstance(state, dict) and all(value is None or is_setting_int(value) for value in state.values())
 
 
 def _is_steered(op: bytes, made: PickledObject) -> bool:
@@ -383,13 +383,13 @@ def _is_steered(op: bytes, made: PickledObject) -> bool:
     )
 
 
-def _looks_up(maker: Any, args: tuple[Any, ...]) -> bool:
+def _is_getattr_call(maker: Any, args: tuple[Any, ...]) -> bool:
     """Return True for a call ``getattr(class, "name")``."""
     called = type(maker) is Global and maker.kind == GETATTR and len(args) == 2
     return called and type(args[0]) is Global and type(args[1]) is str
 
 
-def _find_made(value: Any) -> PickledObject:
+def _find_call(value: Any) -> PickledObject:
     """Return the call in which a change of ``value`` is recorded."""
     if isinstance(value, TensorRef):
         return value.made
@@ -398,17 +398,17 @@ def _find_made(value: Any) -> PickledObject:
     return value
 
 
-def _names_storage(pid: Any) -> bool:
+def _is_storage_id(pid: Any) -> bool:
     """Return True if a persistent id is ("storage", class, key, location, elements)."""
     if not isinstance(pid, tuple) or len(pid) not in (5, 6) or pid[5:] not in ((), (None,)):
         return False
     _, kind, key, location, numel = pid[:5]
-    named = pid[0] == "storage" and isinstance(kind, Global) and (isinstance(key, str) or is_short(key))
+    named = pid[0] == "storage" and isinstance(kind, Global) and (isinstance(key, str) or is_int64(key))
     return named and isinstance(location, str) and isinstance(numel, int) and numel >= 0
 
 
-def _check_amount(parts: list[Any]) -> None:
-    """Refuse calls of :data:`_ALLOCATING` with large numbers or with keywords."""
+def _refuse_allocation(parts: list[Any]) -> None:
+    """Raise ValueError for a call of :data:`_ALLOCATING` with large numbers or keywords."""
     args = parts[1][:_MOST_ARGUMENTS]
     for value in (*args, args):
         numbers = value[:MOST_DIMENSIONS] if isinstance(value, tuple) else (value,)
@@ -416,7 +416,7 @@ def _check_amount(parts: list[Any]) -> None:
             raise ValueError(f"it calls {describe(parts[0])} to allocate many bytes")
 
 
-def _view_tensor(parts: list[Any]) -> TensorRef | None:
+def _read_tensor(parts: list[Any]) -> TensorRef | None:
     """Read ``_rebuild_tensor`` and ``_v2``: the storage class names the element type."""
     storage, *view = parts[1]
     if not isinstance(storage, StorageRef):
@@ -424,7 +424,7 @@ def _view_tensor(parts: list[Any]) -> TensorRef | None:
     return _make_tensor(parts, storage, STORAGE_DTYPES.get(storage.kind.name, "uint8"), view[:3], view[5:])
 
 
-def _view_typed_tensor(parts: list[Any]) -> TensorRef | None:
+def _read_typed_tensor(parts: list[Any]) -> TensorRef | None:
     """Read ``_rebuild_tensor_v3``: a dtype without a storage class, in untyped bytes."""
     storage, offset, shape, stride, _grad, _hooks, dtype, *metadata = parts[1]
     if not isinstance(storage, StorageRef) or not isinstance(dtype, Global) or not is_dtype(dtype.kind):
@@ -446,40 +446,40 @@ def _make_tensor(
     return TensorRef(storage, offset, tuple(shape), stride, dtype, PickledObject(pickle.REDUCE, parts), lazy)
 
 
-def _view_parameter(parts: list[Any]) -> TensorRef | None:
-    return _remake(parts[1][0], parts)
+def _read_parameter(parts: list[Any]) -> TensorRef | None:
+    return _replace_call(parts[1][0], parts)
 
 
-def _view_subclass(parts: list[Any]) -> TensorRef | None:
+def _read_subclass(parts: list[Any]) -> TensorRef | None:
     """Read a tensor with attributes, such as ZeRO 3's flat buffers after a step."""
     inner, _kind, args, *_ = parts[1]
-    view = _VIEWS.get(inner.kind) if isinstance(inner, Global) else None
+    reader = _CALL_READERS.get(inner.kind) if isinstance(inner, Global) else None
     few = isinstance(args, tuple) and len(args) <= _MOST_ARGUMENTS
-    if view in (_view_tensor, _view_typed_tensor, _view_parameter) and few:
-        return _remake(view([inner, args]), parts)
+    if reader in (_read_tensor, _read_typed_tensor, _read_parameter) and few:
+        return _replace_call(reader([inner, args]), parts)
     return None
 
 
-def _remake(value: Any, parts: list[Any]) -> TensorRef | None:
-    """Return the same tensor as made by another call."""
+def _replace_call(value: Any, parts: list[Any]) -> TensorRef | None:
+    """Return a tensor with ``parts`` as the call that makes it; None for other values."""
     return replace(value, made=PickledObject(pickle.REDUCE, parts)) if isinstance(value, TensorRef) else None
 
 
-def _view_size(parts: list[Any]) -> TensorSize | None:
+def _read_size(parts: list[Any]) -> TensorSize | None:
     sizes = parts[1][0] if parts[1] else None
     return TensorSize(sizes) if isinstance(sizes, tuple) and len(sizes) <= MOST_DIMENSIONS else None
 
 
-_VIEWS: dict[str, Callable[[list[Any]], Any]] = {
-    **dict.fromkeys(_ALLOCATING, _check_amount),
-    "torch._utils._rebuild_tensor": _view_tensor,
-    "torch._utils._rebuild_tensor_v2": _view_tensor,
-    "torch._utils._rebuild_tensor_v3": _view_typed_tensor,
-    "torch._utils._rebuild_parameter": _view_parameter,
-    "torch._utils._rebuild_parameter_with_state": _view_parameter,
-    "torch._tensor._rebuild_from_type": _view_subclass,
-    "torch._tensor._rebuild_from_type_v2": _view_subclass,
-    "torch.Size": _view_size,
+_CALL_READERS: dict[str, Callable[[list[Any]], Any]] = {
+    **dict.fromkeys(_ALLOCATING, _refuse_allocation),
+    "torch._utils._rebuild_tensor": _read_tensor,
+    "torch._utils._rebuild_tensor_v2": _read_tensor,
+    "torch._utils._rebuild_tensor_v3": _read_typed_tensor,
+    "torch._utils._rebuild_parameter": _read_parameter,
+    "torch._utils._rebuild_parameter_with_state": _read_parameter,
+    "torch._tensor._rebuild_from_type": _read_subclass,
+    "torch._tensor._rebuild_from_type_v2": _read_subclass,
+    "torch.Size": _read_size,
     "collections.OrderedDict": lambda parts: None if parts[1] else OrderedItems(),
 }
 """Readers of known calls: they get the function and its arguments, run neither, and return None for a call that is only
@@ -501,9 +501,9 @@ _INSTRUCTIONS: dict[bytes, Callable[[Pickled], None]] = {
     pickle.FRAME: lambda pickled: pickled.read(8),  # its length, which only buffered readers need
     pickle.REDUCE: lambda pickled: pickled._make(pickle.REDUCE, 2),
     pickle.NEWOBJ_EX: lambda pickled: pickled._make(pickle.NEWOBJ_EX, 3),
-    pickle.APPEND: lambda pickled: pickled._extend(pickled._take(1)),
-    pickle.APPENDS: lambda pickled: pickled._extend(pickled.pop_mark()),
-    pickle.SETITEM: lambda pickled: pickled._set(pickled._take(2)),
-    pickle.SETITEMS: lambda pickled: pickled._set(pickled.pop_mark()),
+    pickle.APPEND: lambda pickled: pickled._append_items(pickled._pop(1)),
+    pickle.APPENDS: lambda pickled: pickled._append_items(pickled.pop_mark()),
+    pickle.SETITEM: lambda pickled: pickled._set_items(pickled._pop(2)),
+    pickle.SETITEMS: lambda pickled: pickled._set_items(pickled.pop_mark()),
 }
 _NAMES = {getattr(pickle, name): name for name in pickle.__all__ if name.isupper() and len(name) > 1}

@@ -68,28 +68,28 @@ class _Entry:
     nbytes: int
 
     @property
-    def wide(self) -> bool:
+    def is_zip64(self) -> bool:
         return self.nbytes >= _ZIP64_LIMIT
 
-    def local(self, align: int = ALIGNMENT) -> bytes:
+    def local_header(self, align: int = ALIGNMENT) -> bytes:
         """Return the local header, padded to start the bytes at a multiple of ``align``."""
         name, extra, size = self.name.encode(), b"", 0
-        if self.wide:
+        if self.is_zip64:
             extra, size = struct.pack("<2H2Q", 1, 16, 0, 0), _IN_ZIP64
         padding = -(self.offset + LOCAL.size + len(name) + len(extra) + 4) % align
         extra += struct.pack("<2s H", b"FB", padding) + b"Z" * padding
-        version = 45 if self.wide else 20
+        version = 45 if self.is_zip64 else 20
         fixed = (version, _FLAGS, 0, 0, _DATE, 0, size, size, len(name), len(extra))
         return LOCAL.pack(LOCAL_MAGIC, *fixed) + name + extra
 
-    def describe(self, crc: int) -> bytes:
+    def descriptor(self, crc: int) -> bytes:
         """Return the data descriptor behind the bytes."""
-        return struct.pack("<4sI2Q" if self.wide else "<4s3I", b"PK\x07\x08", crc, self.nbytes, self.nbytes)
+        return struct.pack("<4sI2Q" if self.is_zip64 else "<4s3I", b"PK\x07\x08", crc, self.nbytes, self.nbytes)
 
-    def directory(self, crc: int) -> bytes:
+    def directory_entry(self, crc: int) -> bytes:
         """Return the record's entry in the directory at the end of the zip."""
         name, extra, size, offset = self.name.encode(), b"", self.nbytes, self.offset
-        if self.wide:
+        if self.is_zip64:
             extra, size = struct.pack("<2Q", self.nbytes, self.nbytes), _IN_ZIP64
         if self.offset >= _ZIP64_LIMIT:
             extra, offset = extra + struct.pack("<Q", self.offset), _IN_ZIP64
@@ -100,9 +100,9 @@ class _Entry:
         return struct.pack("<4s6H3I2H", b"PK\x01\x02", *fixed) + struct.pack("<3H2I", 0, 0, 0, 0, offset) + name + extra
 
 
-def _close(entries: Sequence[_Entry], crcs: Iterable[int], offset: int) -> bytes:
+def _make_end(entries: Sequence[_Entry], crcs: Iterable[int], offset: int) -> bytes:
     """Return the bytes behind the records: the directory at ``offset``, and the end."""
-    directory = b"".join(entry.directory(crc) for entry, crc in zip(entries, crcs, strict=True))
+    directory = b"".join(entry.directory_entry(crc) for entry, crc in zip(entries, crcs, strict=True))
     number, size, wide = len(entries), len(directory), b""
     if offset >= _ZIP64_LIMIT or number >= 0xFFFF:
         fixed = (44, 45, 45, 0, 0, number, number, size, offset)
@@ -133,13 +133,13 @@ class ZipImage:
 
     def tail(self, crc: int) -> bytes:
         """Return the bytes behind the storage, whose bytes have CRC32 ``crc``."""
-        descriptor = self.entries[-1].describe(crc)
+        descriptor = self.entries[-1].descriptor(crc)
         offset = self.data_offset + self.nbytes + len(descriptor)
-        return descriptor + _close(self.entries, (*self.crcs, crc), offset)
+        return descriptor + _make_end(self.entries, (*self.crcs, crc), offset)
 
-    def sum_directory(self, crc: int) -> int:
+    def checksum_directory(self, crc: int) -> int:
         """Return the CRC32 of the zip's directory for a storage with CRC32 ``crc``."""
-        return int(isal_zlib.crc32(self.tail(crc)[len(self.entries[-1].describe(crc)) :]))
+        return int(isal_zlib.crc32(self.tail(crc)[len(self.entries[-1].descriptor(crc)) :]))
 
     @property
     def size(self) -> int:
@@ -164,7 +164,7 @@ def make_image(tree: Mapping[str, Any], dtype: str, storage_numel: int, shape: t
     for name, data in ((PICKLE, pickled), (BYTEORDER, b"little"), (VERSION, b"3\n")):
         writer.write_record(name, data, len(data))
     entry = _Entry(f"{ROOT}/{DATA}0", len(writer.data), storage_numel * ITEMSIZE[dtype])
-    return ZipImage(writer.data + entry.local(PAGE), entry.nbytes, (*writer.entries, entry), tuple(writer.crcs))
+    return ZipImage(writer.data + entry.local_header(PAGE), entry.nbytes, (*writer.entries, entry), tuple(writer.crcs))
 
 
 def make_tensor(key: str, dtype: str, storage_numel: int, shape: tuple[int, ...]) -> PickledObject:
@@ -221,7 +221,7 @@ class RecordWriter:
     def write_pieces(self, name: str, pieces: Iterable[memoryview], nbytes: int) -> None:
         """Write a record in pieces; CheckpointError if their total is not ``nbytes``."""
         entry, crc = _Entry(f"{ROOT}/{name}", self._offset, nbytes), 0
-        offset = start = self._put(entry.local(), self._offset)
+        offset = start = self._put(entry.local_header(), self._offset)
         for view in pieces:
             for low in range(0, view.nbytes, _PIECE):
                 piece = view[low : low + _PIECE]
@@ -229,14 +229,14 @@ class RecordWriter:
                 offset = self._put(piece, offset)
         if offset != start + nbytes:
             raise CheckpointError(f"record {entry.name} has {offset - start} bytes instead of {nbytes}.")
-        self._offset = self._put(entry.describe(crc), offset)
+        self._offset = self._put(entry.descriptor(crc), offset)
         self.entries.append(entry)
         self.crcs.append(crc)
 
     def close(self) -> tuple[int, int]:
         """Write the rest of the file; return its size and the directory's CRC32."""
         self.write_record(VERSION, b"3\n", 2)
-        closing = _close(self.entries, self.crcs, self._offset)
+        closing = _make_end(self.entries, self.crcs, self._offset)
         return self._put(closing, self._offset), int(isal_zlib.crc32(closing))
 
     def _put(self, data: bytes | memoryview, offset: int) -> int:

@@ -19,7 +19,7 @@ from deepspeed_ucp.formats.deepspeed.reading import read_file
 from deepspeed_ucp.formats.findings import WARNING, Finding, fold_findings, make_error
 from deepspeed_ucp.formats.latest import find_checkpoint
 from deepspeed_ucp.formats.open import survey_checkpoint
-from deepspeed_ucp.io.store import open_regular
+from deepspeed_ucp.io.store import open_stream
 from tests.formats.saves import STATES, check_refused, find_states, make_files, open_alone, open_files, shard
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
@@ -167,7 +167,7 @@ def test_opening_a_new_fifo_does_not_block(tmp_path: Path, monkeypatch: pytest.M
     os.mkfifo(tmp_path / "fifo")
     monkeypatch.setattr(os, "stat", lambda *_: regular)
     with pytest.raises(OSError, match="a FIFO"):
-        open_regular(str(tmp_path / "fifo"))
+        open_stream(str(tmp_path / "fifo"))
 
 
 def test_each_atom_with_a_gap_has_a_line_in_the_error(tmp_path: Path) -> None:

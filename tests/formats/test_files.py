@@ -351,7 +351,7 @@ def test_tags_without_a_seal_are_listed_if_others_have_one(tmp_path: Path, monke
             raise ConnectionError("out of reach")
         return os.stat(path).st_mtime_ns
 
-    monkeypatch.setattr("deepspeed_ucp.formats.latest.find_change", look)
+    monkeypatch.setattr("deepspeed_ucp.formats.latest.find_change_time", look)
     assert is_sealed(places, "a")
     with pytest.raises(OutOfReachError, match=r"there.c.ucp_seal.json: cannot be looked at .out of reach"):
         list_unsealed(places, tags)

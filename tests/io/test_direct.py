@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.errors import DiskFullError
 from deepspeed_ucp.io import direct, memory
-from deepspeed_ucp.io.direct import ALIGNMENT, cut_blocks
+from deepspeed_ucp.io.direct import ALIGNMENT, split_whole_blocks
 from deepspeed_ucp.io.disk import open_to_write, write_parts
 from deepspeed_ucp.io.memory import (
     LARGE_PAGE,
@@ -41,7 +41,7 @@ def passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, i
         os.close(os.open(tmp_path, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT))
     except OSError:
         pytest.skip("this file system has no O_DIRECT")
-    monkeypatch.setattr(direct, "find_kind", lambda fd: direct.DISK)
+    monkeypatch.setattr(direct, "find_storage_kind", lambda fd: direct.DISK)
     noted: list[tuple[int, int]] = []
     write = os.pwrite
 
@@ -64,7 +64,7 @@ def test_no_page_is_written_both_past_the_cache_and_through_it(sizes: list[int],
     views = [memoryview(DATA[number : number + size]) for number, size in enumerate(sizes)]
     joined, end = b"", offset
     kinds: dict[int, bool] = {}
-    for piece, at, is_whole in cut_blocks(views, offset):
+    for piece, at, is_whole in split_whole_blocks(views, offset):
         assert at == end
         joined += b"".join(piece)
         end += sum(view.nbytes for view in piece)
@@ -129,7 +129,7 @@ def test_writes_fall_back_to_the_cache_if_the_system_refuses_direct_ones(
 def test_other_file_systems_are_written_through_their_cache(
     kind: str, tmp_path: Path, passed: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(direct, "find_kind", lambda fd: kind)
+    monkeypatch.setattr(direct, "find_storage_kind", lambda fd: kind)
     write(tmp_path / "file", [DATA])
     assert not passed and (tmp_path / "file").read_bytes() == DATA
 

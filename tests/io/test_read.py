@@ -21,7 +21,7 @@ from isal import isal_zlib
 from deepspeed_ucp.errors import CheckpointError, OutOfReachError
 from deepspeed_ucp.io import direct, memory, scan, store
 from deepspeed_ucp.io.memory import Scratch
-from deepspeed_ucp.io.read import Checked, MemorySink, RecordReader, sum_range
+from deepspeed_ucp.io.read import Checked, MemorySink, RecordReader, checksum_range
 from deepspeed_ucp.io.scan import ScanFile, scan_files
 from deepspeed_ucp.io.store import StoredFile, open_stored
 from deepspeed_ucp.model.records import CopyItem, FileRef, Read, Records
@@ -126,9 +126,9 @@ def test_a_failing_sink_ends_all_threads(file: FileRef) -> None:
 @pytest.mark.parametrize("chunk", [1, 7, 100, 5000])
 def test_the_checksum_of_a_range(file: FileRef, chunk: int) -> None:
     with StoredFile(file.path) as stored:
-        assert sum_range(stored, 10, 300, chunk) == isal_zlib.crc32(DATA[10:310])
+        assert checksum_range(stored, 10, 300, chunk) == isal_zlib.crc32(DATA[10:310])
         with pytest.raises(CheckpointError, match="ends at byte 4000"):
-            sum_range(stored, 10, 4000, chunk)
+            checksum_range(stored, 10, 4000, chunk)
 
 
 # -- past the page cache ----------------------------------------------------------------------------------------------
@@ -141,11 +141,11 @@ def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoredFile
     """A file that is read past the cache, on any kind of file system."""
     path = tmp_path / "cold.pt"
     path.write_bytes(LARGE)
-    monkeypatch.setattr(store, "is_worth_passing", lambda fd: True)
+    monkeypatch.setattr(store, "prefers_direct_reads", lambda fd: True)
     monkeypatch.setattr(store, "LEAST", 1)
     monkeypatch.setattr(store, "is_cached", lambda fd, offset, nbytes: False)
     with StoredFile(str(path)) as stored:
-        past = direct.reopen(stored._file.fileno())
+        past = direct.reopen_direct(stored._file.fileno())
         if past is None:
             pytest.skip("this file system has no O_DIRECT")
         os.close(past)
@@ -253,7 +253,7 @@ def test_is_cached_checks_all_pages_of_a_range(tmp_path: Path) -> None:
 @pytest.mark.parametrize("passes", [True, False])
 def test_small_reads_disable_a_long_readahead(passes: bool, file: FileRef, monkeypatch: pytest.MonkeyPatch) -> None:
     advise = mock.Mock()
-    monkeypatch.setattr(store, "is_worth_passing", lambda _: passes)
+    monkeypatch.setattr(store, "prefers_direct_reads", lambda _: passes)
     monkeypatch.setattr(os, "posix_fadvise", advise)
     for advice, expected in ((os.POSIX_FADV_NORMAL, os.POSIX_FADV_RANDOM), (os.POSIX_FADV_SEQUENTIAL,) * 2):
         with StoredFile(file.path, advice) as stored:
@@ -288,9 +288,9 @@ def test_a_disk_is_read_past_the_cache_with_large_pages_or_a_short_readahead(
         device.mkdir()
         (device / "read_ahead_kb").write_text(readahead + "\n")
     monkeypatch.setattr(direct, "_DEVICES", tmp_path)
-    monkeypatch.setattr(direct, "find_kind", lambda fd: kind)
+    monkeypatch.setattr(direct, "find_storage_kind", lambda fd: kind)
     with file.open() as opened:
-        assert direct.is_worth_passing(opened.fileno()) == passes
+        assert direct.prefers_direct_reads(opened.fileno()) == passes
 
 
 # -- scans of whole files: checksums of ranges for any piece size; faults are recorded, not raised ---------------------

@@ -28,7 +28,7 @@ from tests.support.crash import failing, intercept, list_calls, list_writes, run
 KIND = OutputKind(
     name="an output",
     maker="conversion",
-    is_one=lambda folder: os.path.exists(os.path.join(folder, MANIFEST)),
+    is_output=lambda folder: os.path.exists(os.path.join(folder, MANIFEST)),
     parts=re.compile(f"zero|{re.escape(MANIFEST)}"),
     last=(MANIFEST,),
 )
@@ -68,11 +68,11 @@ def convert(destination: Path, *, overwrite: bool = False) -> None:
     staging = stage(destination, destination.parent / "source")
     with staging.lock():
         if (destination / MANIFEST).exists() and (destination / MANIFEST).read_text() == "new":
-            staging.point_at(staging.name)
+            staging.write_latest(staging.name)
             return
         staging.check_destination(overwrite)
         staging.begin()
-        with staging.attempt():
+        with staging.discard_on_error():
             with explain_full(staging.folder):
                 os.mkdir(staging.path("zero"))
             for name in ("weight", "bias"):
@@ -299,7 +299,7 @@ def test_an_error_leaves_no_files(
     def work() -> None:
         with staging.lock():
             staging.begin()
-            with staging.attempt():
+            with staging.discard_on_error():
                 write_atomically(staging.path(MANIFEST), b"half")
                 if not is_removable:
                     monkeypatch.setattr(os, "unlink", mock.Mock(side_effect=PermissionError(13, "not yours")))

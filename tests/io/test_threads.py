@@ -13,7 +13,7 @@ import torch
 
 from deepspeed_ucp.errors import clear_frames
 from deepspeed_ucp.io import threads
-from deepspeed_ucp.io.threads import count_threads, limit_torch, run_threads
+from deepspeed_ucp.io.threads import count_threads, limit_torch_threads, run_threads
 from tests.support.held import without_collector
 
 
@@ -107,7 +107,7 @@ def test_torch_uses_a_ranks_share_of_the_cores_and_one_thread_in_each_worker(
 
     torch.set_num_threads(6)
     try:
-        with limit_torch():
+        with limit_torch_threads():
             assert torch.get_num_threads() == share
         run_threads([1] * 10, work, 3)
         assert seen == [1] * 10 and torch.get_num_threads() == 6

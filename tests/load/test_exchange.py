@@ -133,7 +133,7 @@ def test_ranks_of_a_machine_map_each_others_memory_and_close_it(monkeypatch: pyt
 
 @pytest.mark.parametrize("fault", ["no memfd", "no room", "not seen", "another process's"])
 def test_no_rank_of_a_machine_shares_memory_if_one_fails(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    see = memory._map
+    see = memory._attach
 
     def fail_to_see(path: str, token: bytes, nbytes: int) -> Any:
         return see(path, token if calls.append(path) or len(calls) > 1 else bytes(16), nbytes)
@@ -145,7 +145,7 @@ def test_no_rank_of_a_machine_shares_memory_if_one_fails(fault: str, monkeypatch
     elif fault == "no room":
         monkeypatch.setattr(os, "ftruncate", lambda *_: (_ for _ in ()).throw(OSError(28, "no room")))
     else:
-        monkeypatch.setattr(memory, "_map", fail_to_see if fault == "not seen" else lambda p, t, n: see(p, b"x", n))
+        monkeypatch.setattr(memory, "_attach", fail_to_see if fault == "not seen" else lambda p, t, n: see(p, b"x", n))
     result = run_ranks(4, work)
     alone = [rank for rank, row in enumerate(result) if row == [rank + 1 if at == rank else None for at in range(4)]]
     assert len(alone) == (2 if fault == "not seen" else 4)

@@ -29,7 +29,7 @@ from deepspeed_ucp.io.paths import (
     Entry,
     choose_map,
     count_readers,
-    find_kind,
+    find_storage_kind,
     measure_distance,
 )
 from tests.support.contents import check_content
@@ -225,7 +225,7 @@ def test_paths_of_files_in_a_store(saved: Save, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "far"), [(DISK, 0), (MEMORY, 0), ("", 0), (NETWORK, 1)])
 def test_network_storage_has_more_readers(kind: str, far: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paths, "find_kind", lambda path: kind)
+    monkeypatch.setattr(paths, "find_storage_kind", lambda path: kind)
     assert measure_distance("/folder") == far
     monkeypatch.setattr(paths, "count_threads", lambda: 8)
     assert count_readers("/folder") == (16 if far else 8)
@@ -237,7 +237,7 @@ def test_network_storage_has_more_readers(kind: str, far: int, monkeypatch: pyte
 def test_kinds_of_file_systems() -> None:
     assert measure_distance("s3://bucket/run") == 2
     kinds = {"/proc": NETWORK, "/dev/shm": MEMORY, "/nowhere": ""}  # of an unknown kind is /proc
-    assert {path: find_kind(path) for path in kinds} == kinds
+    assert {path: find_storage_kind(path) for path in kinds} == kinds
 
 
 def test_a_tree_lists_files_behind_links(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def check_files(folder: str) -> None:
         assert store.exists(f"{folder}/{name}")
     entry = store.find_entry(f"{folder}/runs")
     assert entry and entry.size == 4 and entry.changed > 1e9
-    assert store.find_change(f"{folder}/runs") == pytest.approx(entry.changed * 1e9, abs=1e6)
+    assert store.find_change_time(f"{folder}/runs") == pytest.approx(entry.changed * 1e9, abs=1e6)
     store.write_small(f"{folder}/runs", b"")
     assert store.read_small(f"{folder}/runs") == b"" and store.list_folder(folder)["runs"].size == 0
     for _ in range(2):
@@ -63,7 +63,7 @@ def check_files(folder: str) -> None:
     assert not store.exists(f"{folder}/runs")
     for missing in ("runs", "runs/a", "ru"):
         assert not store.is_folder(f"{folder}/{missing}") and store.find_entry(f"{folder}/{missing}") is None
-        for work in (store.list_folder, store.list_tree, store.read_small, store.find_change):
+        for work in (store.list_folder, store.list_tree, store.read_small, store.find_change_time):
             with pytest.raises(FileNotFoundError):
                 work(f"{folder}/{missing}")
 
@@ -173,7 +173,7 @@ def test_each_block_of_a_header_is_requested_once(
     store.write_small(url, CONTENT)
     monkeypatch.setattr(objects, "_HEAD", 64)
     monkeypatch.setattr(objects, "_BLOCK", 16)
-    with store.open_regular(url) as stream:
+    with store.open_stream(url) as stream:
         stream.read_ahead([(305, 10), (9000, 3), (340, 20), (370, 1)])
         assert sorted(requests) == [(304, 80), (8992, 16)]
         for nbytes, offset in ((30, 310), (60, 300), (5, 100), (700, 0), (1, 9999), (9, 10_000)):
@@ -189,7 +189,7 @@ def test_a_file_smaller_than_two_blocks_is_read_by_one_request(size: int, monkey
     monkeypatch.setattr(objects, "_BLOCK", 16)
     url = f"memory://{BUCKET}/ends{size}"
     store.write_small(url, CONTENT[:size])
-    with store.open_regular(url) as stream:
+    with store.open_stream(url) as stream:
         for low, high in combinations(range(size + 1), 2):
             assert stream.read_at(high - low, low) == CONTENT[low:high]
         assert sum(map(len, stream._blocks.values())) == size
@@ -213,7 +213,7 @@ def read_file(url: str) -> None:
 
 
 def read_stream(url: str) -> None:
-    with store.open_regular(url) as stream:
+    with store.open_stream(url) as stream:
         stream.read_at(9, 0)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ...tensor_parallel.metadata import INFO
-from ...torchsave.objects import PickledObject, TensorRef, describe, has_more_parts, is_short, to_member, to_number
+from ...torchsave.objects import PickledObject, TensorRef, describe, has_more_parts, is_int64, to_number, unwrap_enum
 
 _NUMBERS = ("checkpoint_version", "iteration")
 _PLAIN = (str, int, float, bool, type(None))
@@ -47,7 +47,7 @@ def simplify_object(value: Any) -> Any:
     (a tensor, a function, an integer with more digits than any setting) become None.
     """
     if isinstance(value, _PLAIN):
-        return value if not isinstance(value, int) or is_short(value) else None
+        return value if not isinstance(value, int) or is_int64(value) else None
     if isinstance(value, dict):
         return {_simplify_key(key): simplify_object(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -59,11 +59,11 @@ def simplify_object(value: Any) -> Any:
         return None if value.data is None else value.item()
     if isinstance(value, PickledObject):
         return _simplify_instance(value)
-    return None if (plain := to_member(value)) is value else plain
+    return None if (plain := unwrap_enum(value)) is value else plain
 
 
 def _simplify_key(key: Any) -> Any:
-    if isinstance(key, (str, float)) or is_short(key):
+    if isinstance(key, (str, float)) or is_int64(key):
         return key
     return describe(key) if isinstance(key, int) else str(key)
 
@@ -77,7 +77,7 @@ def _simplify_instance(value: PickledObject) -> Any:
         return value.args[0]
     if value.kind in _SETS and value.args:
         return sorted((simplify_object(item) for item in value.args[0]), key=str)
-    if (number := to_number(to_member(value))) is not value:
+    if (number := to_number(unwrap_enum(value))) is not value:
         return number
     if value.items and all(isinstance(item, tuple) and len(item) == 2 for item in value.items):  # a kind of dict
         return {key: simplify_object(item) for key, item in value.items}

@@ -12,7 +12,7 @@ from ...model.index import BATCH_SIZES, AtomicIndex, GroupInfo
 from ...model.storage import COPY, MASTER, MODULE, Atom, AtomKey, Atoms, strip_compiled
 from ...model.topology import Topology, find_precision
 from ...model.wrappers import BARE, STATELESS, Form, find_wrapper
-from ...torchsave.objects import is_short
+from ...torchsave.objects import is_int64
 from .builder import Builder, check_steps, join_groups
 from .headers import ModelHeader, OptimHeader
 from .hints import join_hints
@@ -167,7 +167,7 @@ def _read_optimizer(config: Mapping[str, Any]) -> dict[str, Any]:
     section = config.get("optimizer")
     name, params = (section.get("type"), section.get("params")) if isinstance(section, dict) else (None, None)
     options = {key: params.get(key) for key in ("lr", "adam_w_mode")} if isinstance(params, dict) else {}
-    plain = {key: value for key, value in options.items() if isinstance(value, float) or is_short(value)}
+    plain = {key: value for key, value in options.items() if isinstance(value, float) or is_int64(value)}
     return {"optimizer": str(name) if name else None, "optimizer_params": plain}
 
 

@@ -15,7 +15,7 @@ from ...extensions.registry import REGISTRY, find_for_tree
 from ...io.store import is_file
 from ...model.index import AtomicIndex, Use
 from ...model.topology import find_precision
-from ...torchsave.objects import to_member
+from ...torchsave.objects import unwrap_enum
 from ...torchsave.torchfile import read_header
 from ..findings import explain_form
 from .files import CLIENT, ZERO, scan_folder
@@ -126,7 +126,7 @@ def _list_saved_facts(model: str, tree: Mapping[str, Any], others: Mapping[str, 
         **{fact: value for row in REGISTRY for fact, value in row.facts.items()},
         ORDER: list(tree.get("module") or ()),
         "parameters": [[(str(name), tuple(shape)) for name, shape in group.items()] for group in shapes],
-        "partitions": [int(to_member(count)) for count in as_list(state.get("partition_count"))],
+        "partitions": [int(unwrap_enum(count)) for count in as_list(state.get("partition_count"))],
         "partition groups": state.get("ds_zero_partition_groups"),
     }
     for extension in find_for_tree(tree):

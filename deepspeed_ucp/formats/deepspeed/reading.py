@@ -28,11 +28,11 @@ from ...torchsave.objects import (
     describe,
     has_more_parts,
     is_dtype,
-    is_setting,
-    is_short,
+    is_int64,
+    is_setting_int,
     is_storage,
-    to_member,
     to_number,
+    unwrap_enum,
     walk,
 )
 from ...torchsave.repickle import write_pickle
@@ -126,7 +126,7 @@ def _pick_config(config: Any) -> dict[str, Any]:
 def _keep_plain(section: dict[Any, Any]) -> dict[Any, Any]:
     """Return a ds_config's section with plain values, names of dtypes and enum values."""
     read = (
-        (key, _keep_plain(value) if isinstance(value, dict) else to_member(value)) for key, value in section.items()
+        (key, _keep_plain(value) if isinstance(value, dict) else unwrap_enum(value)) for key, value in section.items()
     )
     return {key: value for key, value in read if _is_plain(value)}
 
@@ -160,7 +160,7 @@ def _is_plain(value: Any) -> bool:
         return all(_is_plain(item) for item in value.values())
     if isinstance(value, (list, tuple)):
         return all(_is_plain(item) for item in value)
-    return value is None or isinstance(value, (str, bytes, float)) or is_setting(value)
+    return value is None or isinstance(value, (str, bytes, float)) or is_setting_int(value)
 
 
 def locate(ref: TensorRef, storages: Mapping[str, Record]) -> Piece:
@@ -336,7 +336,7 @@ def read_inner(
         groups=tuple({str(k): read_hyper(v, file.path) for k, v in group.items()} for group in groups),
         partition_count=read_field(file, state, "partition_count", _as_ints),
         scaler=_read_scaler(state),
-        clip_grad=clip if isinstance(clip, float) or is_short(clip) else None,
+        clip_grad=clip if isinstance(clip, float) or is_int64(clip) else None,
         names=tuple(map(_as_names, named)) if not wrapper.has_copies and named and all(named) else None,
     )
 
@@ -349,7 +349,7 @@ def _read_states(file: TorchFile, entries: dict[str, Any]) -> TensorStates:
         if value is None or (state != name and state in entries):  # a stale copy that ``engine.offload_states`` leaves
             continue
         number = to_number(value)
-        if isinstance(number, (float, complex)) or is_short(number):
+        if isinstance(number, (float, complex)) or is_int64(number):
             scalars[str(name)] = number
             if isinstance(value, TensorRef):
                 zero_dim[str(name)] = make_piece(file, value, str(name))
@@ -389,7 +389,7 @@ def _read_counts(config: Any) -> dict[str, int]:
     """Return a ds_config's positive counts: batch sizes and the plugin's own keys."""
     keys = (*BATCH_SIZES, SCRIPT_BATCH, *INITIAL_SIZES, SHUFFLED)
     sizes = {key: to_integer(config.get(key, 0)) for key in keys} if isinstance(config, dict) else {}
-    return {key: value for key, value in sizes.items() if type(value) is int and is_short(value) and value > 0}
+    return {key: value for key, value in sizes.items() if type(value) is int and is_int64(value) and value > 0}
 
 
 def _read_degrees(value: Any) -> tuple[int, int] | None:
@@ -483,7 +483,7 @@ def _as_shapes(group: Any) -> dict[str, Shape]:
     """Return shapes by name as saved, with torch.compile's prefix; refuse other types."""
     _as_names(group)  # only the check
     for name, shape in group.items():
-        if not isinstance(shape, tuple) or not all(is_short(size) and size >= 0 for size in shape):
+        if not isinstance(shape, tuple) or not all(is_int64(size) and size >= 0 for size in shape):
             raise TypeError(f"{describe(shape)} for the shape of {describe(name)}")
     return {name: tuple(shape) for name, shape in group.items()}
 
@@ -504,7 +504,7 @@ def read_stage(value: Any) -> Any:
     """Return the value of a ``ZeroStageEnum`` member, or ``value``."""
     if isinstance(value, PickledObject) and value.kind == "builtins.getattr" and len(value.args) == 2:
         return _STAGES.get(value.args[1], value)  # as Python 3.11.0 to 3.11.3 pickles a member
-    return to_member(value)
+    return unwrap_enum(value)
 
 
 def as_int(value: Any, least: int | None = None) -> int:
@@ -512,6 +512,6 @@ def as_int(value: Any, least: int | None = None) -> int:
     number = to_integer(to_number(read_stage(value)))
     if not isinstance(number, int):
         raise TypeError(f"{describe(number)} where a whole number is expected")
-    if not is_short(number) or (least is not None and number < least):
+    if not is_int64(number) or (least is not None and number < least):
         raise ValueError(f"{describe(number)} is out of range")
     return int(number)

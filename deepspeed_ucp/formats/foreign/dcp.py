@@ -25,7 +25,7 @@ from ...errors import CheckpointError, UnsupportedError, shorten
 from ...io.jsonfile import read_bounded
 from ...model.flat import Shape
 from ...model.storage import ITEMSIZE
-from ...torchsave.objects import Global, PickledObject, TensorRef, describe, is_setting, is_short
+from ...torchsave.objects import Global, PickledObject, TensorRef, describe, is_int64, is_setting_int
 from ...torchsave.torchfile import Header, read_parts
 from ...torchsave.unpickle import read_pickle
 from ..deepspeed.gather import find_step_mismatch
@@ -370,7 +370,7 @@ def _read_metadata(path: str, *, folder: str) -> Metadata:
         metadata.places[block] = _read_place(_get_attributes(info), path, folder)
     paths = root.get("planner_data") or {}
     metadata.paths = {
-        read_name(name): tuple(key if is_short(key) else read_name(key) for key in keys)
+        read_name(name): tuple(key if is_int64(key) else read_name(key) for key in keys)
         for name, keys in paths.items()
         if isinstance(keys, tuple)
     }
@@ -401,7 +401,7 @@ def _read_place(info: Mapping[str, Any], path: str, folder: str) -> tuple[str, i
     if posixpath.isabs(file) or file.split("/")[0] == "..":
         raise CheckpointError(f"names {file!r}, which lies outside of the folder; it is malicious.", path=path)
     offset, nbytes = info["offset"], info["length"]
-    if not (is_short(offset) and is_short(nbytes) and offset >= 0 < nbytes):
+    if not (is_int64(offset) and is_int64(nbytes) and offset >= 0 < nbytes):
         raise CheckpointError(f"declares {nbytes} bytes at byte {offset}; it is damaged.", path=path)
     return file, offset, nbytes
 
@@ -447,4 +447,4 @@ def _read_entry(file: str, part: Header) -> BlockEntry:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(not isinstance(part, (list, tuple)) and _is_plain(part) for part in value)
-    return value is None or isinstance(value, (str, float)) or is_setting(value)
+    return value is None or isinstance(value, (str, float)) or is_setting_int(value)

@@ -15,7 +15,7 @@ from ...io.jsonfile import parse_json, read_json
 from ...model.records import Record
 from ...model.storage import ITEMSIZE, count
 from ...torchsave import torchfile
-from ...torchsave.objects import TensorRef, describe, is_short, to_number
+from ...torchsave.objects import TensorRef, describe, is_int64, to_number
 from ...torchsave.records import open_file
 from ..deepspeed.headers import Piece
 from ..deepspeed.reading import locate, read_hyper
@@ -292,7 +292,7 @@ def _parse_optimizer(contents: Contents, tree: Mapping[str, Any], file: torchfil
             if value is None:
                 continue
             number = to_number(value)
-            if not (isinstance(number, float) or is_short(number)):
+            if not (isinstance(number, float) or is_int64(number)):
                 unsupported.append(f"{name}.{state} ({describe(value)})")
                 continue
             scalars[name][state] = number
