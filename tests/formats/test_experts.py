@@ -85,6 +85,15 @@ def test_cut_experts_of_an_earlier_save_are_no_part_of_whole_ones(tmp_path: Path
     assert {key.name for key in open_alone(path).atoms} == {param.name for param in NATIVES.params}
 
 
+@pytest.mark.parametrize(("topology", "shards"), [(WHOLE, 1), (CUT, 2)], ids=["whole", "cut"])
+def test_files_of_weights_alone_show_whether_experts_are_cut(topology: Topology, shards: int, tmp_path: Path) -> None:
+    path = write(tmp_path, topology)
+    for file in path.glob("*optim_states.pt"):
+        file.unlink()
+    index = open_checkpoint(str(path), Comm(), Naming(weights_only=True))
+    assert [len(atom.shards) for key, atom in index.atoms.items() if NATIVE in key.name] == [shards] * 4
+
+
 # -- files that contradict each other about the ranks of experts ------------------------------------------------------
 
 
