@@ -150,7 +150,7 @@ class Target(ABC):
     def add_flat(
         self, buffer: FlatBuffer, part: int, tensor: torch.Tensor, whole: frozenset[str] = frozenset()
     ) -> None:
-        """Register live partition ``part``; optimizer states in ``whole`` are whole in it."""
+        """Register live partition ``part`` of a buffer, with the module's names."""
         if share := next(filter(None, map(self.shares.get, buffer.names)), None):
             buffer, self.ep = replace(buffer, ranks=share.ranks), max(self.ep, share.degree)
         named = zip(buffer.names, buffer.shapes, strict=True)

@@ -114,15 +114,15 @@ def _list_states(save: Save, optim: OptimHeader | None, index: int) -> list[str]
 
 def _make_header(save: Save, name: SwapName, group: SubGroup) -> FileHeader | Finding:
     """Return a swap file with its expected content, or its fault."""
-    file, whole = save.name("swap", *name), _padded_nbytes(save, group)
+    file, least_size = save.name("swap", *name), _padded_nbytes(save, group)
     entry = save.where.entries.get(file)
     if entry is None:
         text = f"{save.path(file)} is missing; it holds {_describe(name, group)}. {COPY}"
         return Finding("missing", file, text)
     size = entry.size
-    if size < whole:
+    if size < least_size:
         text = (
-            f"{save.path(file)}: has {size} bytes, {_describe(name, group)} takes {whole}. The file is truncated, "
+            f"{save.path(file)}: has {size} bytes, {_describe(name, group)} takes {least_size}. The file is truncated, "
             "or belongs to another run; put the right one back."
         )
         return Finding("inconsistent", file, text)
@@ -132,9 +132,9 @@ def _make_header(save: Save, name: SwapName, group: SubGroup) -> FileHeader | Fi
 
 def _warn_longer(save: Save, swapped: Sequence[SubGroup]) -> Iterator[Finding]:
     """Warn of too long files: of an earlier engine or another world size."""
-    wholes = {group.index: _padded_nbytes(save, group) for group in swapped}
-    files = [(header, wholes[index]) for (_, index), states in save.swaps.items() for header in states.values()]
-    longer = sorted(header.name for header, whole in files if header.size > whole)
+    least_sizes = {group.index: _padded_nbytes(save, group) for group in swapped}
+    files = [(header, least_sizes[index]) for (_, index), states in save.swaps.items() for header in states.values()]
+    longer = sorted(header.name for header, least_size in files if header.size > least_size)
     if longer:
         text = (
             f"{save.path(longer[0])}: is longer than its states, as are {len(longer)} swap files in all. "

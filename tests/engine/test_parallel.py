@@ -205,6 +205,6 @@ def test_pipelines_with_experts_have_no_layer_files() -> None:
 def test_experts_without_a_recorded_placement_are_in_rank_order() -> None:
     """AutoEP of DeepSpeed up to 0.19.5 records no placement."""
     layer = SimpleNamespace(ep_rank=1, num_local_experts=2)
-    assert [*engine._list_fused(layer)] == [2, 3]
+    assert [*engine._list_autoep_experts(layer)] == [2, 3]
     layer.expert_placement_descriptor = {"ranks": [{"rank": 1, "experts": [2, 0]}, {"rank": 0, "experts": [1, 3]}]}
-    assert [*engine._list_fused(layer)] == [2, 0]
+    assert [*engine._list_autoep_experts(layer)] == [2, 0]
