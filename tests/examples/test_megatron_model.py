@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hjson
@@ -16,15 +18,17 @@ import torch
 import torch.distributed as dist
 from config import PRESETS, Degrees, GPTConfig
 from layers import cut_weight, draw_weight
-from metadata import universal_checkpoint_info
+from metadata import megatron_arguments, universal_checkpoint_info
 from parallel import Line
 from runs import Outcome, count_differing_bits, gather_atoms, merge_stages
 from training import Trainer
 
+from deepspeed_ucp.tensor_parallel.metadata import from_universal_info
 from deepspeed_ucp.tensor_parallel.rename import rename_names
-from deepspeed_ucp.tensor_parallel.rules import from_config
+from deepspeed_ucp.tensor_parallel.rules import from_attributes, from_config
 from deepspeed_ucp.testing import WorldPool
-from tests.support.covering import params
+from tests.support.covering import cover, params
+from tests.tensor_parallel.shards import check_reshard, settle
 
 ROOT = Path(__file__).parents[2]
 SMALL = {"layers": 2, "hidden": 32, "heads": 4, "context": 16}
@@ -173,6 +177,40 @@ def test_the_name_rules_convert_between_the_builds(preset: str, ucp_worlds: Worl
     )
     assert set(rename_names(pipeline, rules, plain).values()) == plain
     assert set(rename_names(plain, rules, pipeline).values()) == pipeline
+
+
+@cache
+def build(preset: str, tp: int) -> list[dict[str, torch.nn.Parameter]]:
+    """Build the model of every tensor-parallel rank in this process, without an engine."""
+    from gpt import GPT
+
+    one, lines = Line((0,), 0, None), [Line(tuple(range(tp)), rank, None) for rank in range(tp)]
+    states: list[Any] = [SimpleNamespace(tensor=line, sequence=one, data=one, pipe=one) for line in lines]
+    return [dict(GPT(PRESETS[preset], state).named_parameters()) for state in states]
+
+
+FAMILIES = {"tiny": "megatron-gpt", "tiny-llama": "megatron-llama", "tiny-moe": "mixtral-moe"}
+FACTORS: Any = (sorted(FAMILIES), ("family", "metadata", "attributes"), ((1, 2), (2, 4), (4, 1)))
+
+
+@pytest.mark.parametrize(("preset", "origin", "degrees"), params(cover(*FACTORS), product(*FACTORS), str))
+def test_rules_reshard_the_weights_to_other_degrees(preset: str, origin: str, degrees: tuple[int, int]) -> None:
+    """Weights depend only on seed and name, so the expected shards of any degree are known."""
+    config, (source, target) = PRESETS[preset], (build(preset, tp) for tp in degrees)
+    saved = Degrees(tp=degrees[0], pipeline=False)
+    attributes = from_attributes({name: vars(parameter) for name, parameter in target[0].items()})
+    vocabulary = from_config({"original_vocab_size": config.vocabulary})
+    rules = {
+        "family": [*vocabulary, *from_config(FAMILIES[preset])],
+        "metadata": [from_universal_info(universal_checkpoint_info(config, saved)), attributes],
+        "attributes": [*vocabulary, attributes],
+    }[origin]
+    shapes = [{name: tuple(tuple(rank[name].shape) for rank in side) for name in side[0]} for side in (source, target)]
+    settled = settle(list(source[0]), *shapes, rules, {"args": vars(megatron_arguments(config, saved))})
+    assert settled.pairs.keys() == source[0].keys()
+    for name, (have, want) in settled.pairs.items():
+        sides = [[rank[name].detach().numpy() for rank in side] for side in (source, target)]
+        check_reshard(have, sides[0], want, sides[1])
 
 
 def test_padding_rounds_up_for_the_ranks_and_does_not_change_other_rows() -> None:

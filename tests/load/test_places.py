@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepspeed_ucp.cli import main
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import ConvertOptions, convert_index
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
@@ -400,6 +401,19 @@ def test_an_atomic_checkpoint_that_some_ranks_do_not_see_is_refused(tmp_path: Pa
     (tmp_path / "b").mkdir()
     with pytest.raises(CheckpointError, match="some ranks see an atomic checkpoint, others do not"):
         indices([tmp_path / "a", tmp_path / "b"])
+
+
+def test_commands_find_the_tag_in_further_places(tmp_path: Path) -> None:
+    """A node without the folder finds the tag in another place; a place may be the folder of a tag."""
+    save = write(tmp_path / "all" / "step1", Topology(1, 3))
+    save.parent.joinpath("latest").write_text(save.name)
+    near, absent = tmp_path / "near" / save.name, tmp_path / "absent"
+    shutil.copytree(save, near)
+    (near / shard(1)).unlink()
+    assert main(["inspect", str(near)]) == 2
+    for places in ((near.parent, save.parent), (absent, save.parent), (near, absent, save)):
+        also = [word for place in places[1:] for word in ("--also", str(place))]
+        assert main(["inspect", str(places[0]), *also]) == 0
 
 
 @pytest.mark.parametrize("link", [False, True], ids=["missing", "dangling"])

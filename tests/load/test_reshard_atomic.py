@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, note
@@ -19,6 +22,8 @@ from deepspeed_ucp.model.storage import COPY
 from deepspeed_ucp.tensor_parallel.rules import from_config
 from tests.support.cases import AWKWARD, pair_id
 from tests.support.contents import check_load
+from tests.support.damage import flip
+from tests.support.direct import STATES
 from tests.support.ranks import World
 from tests.support.reshard import PATIENT, FakeTarget, examples, make_targets, open_everywhere, temporary_folder
 from tests.support.reshard3d import (
@@ -134,12 +139,28 @@ def test_the_users_patterns_override_the_manifests(tmp_path: Path) -> None:
         load_all(out, expect(saved_run, Topology(1, 1, tp=4)).make_targets(), wrong)
 
 
-def test_a_missing_converted_file_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "damage", "text"),
+    [
+        ("zero/body.column/exp_avg.pt", Path.unlink, "/exp_avg.pt is missing; the manifest lists it"),
+        (
+            "zero/body.column/fp32.pt",
+            lambda path: os.truncate(path, 100),
+            r"has 100 bytes, ucp_manifest.json says \d+ and",
+        ),
+        (
+            STATES,
+            lambda path: flip(path, path.read_bytes().index(b"PK\1\2") + 12),  # a time in its zip directory
+            rf"{STATES}: has (\d+) bytes and CRC32 \w+, ucp_manifest.json says \1 and",
+        ),
+    ],
+    ids=["missing", "short", "replaced"],
+)
+def test_an_invalid_converted_file_is_an_error_on_all_ranks(name: str, damage: Any, text: str, tmp_path: Path) -> None:
     _, out = convert_run(draw_state(PLAIN, Topology(1, 2)), tmp_path)
-    (out / "zero/body.column/exp_avg.pt").unlink()
+    damage(out / name)
     for error in World(3).run(lambda _rank, comm: open_checkpoint(str(out), comm)):
-        assert isinstance(error, CheckpointError)
-        assert "zero/body.column/exp_avg.pt is missing; the manifest lists it" in str(error)
+        assert isinstance(error, CheckpointError) and re.search(text, str(error))
 
 
 VOCABULARY = Model((Param("word_embeddings.weight", (12, 3)), Param("w", (3, 5))))

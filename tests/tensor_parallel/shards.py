@@ -45,7 +45,7 @@ def follow(runs: Sequence[Run], source: np.ndarray, target: np.ndarray, writes: 
 def check_reshard(source: Layout, shards: Sequence[np.ndarray], target: Layout, expected: Sequence[Any]) -> None:
     """Build the target's shards from the source's, and compare; each element is written exactly once."""
     for rank, wanted in enumerate(expected):
-        values, writes = np.full(wanted.size, -1), np.zeros(wanted.size, dtype=np.int64)
+        values, writes = np.full(wanted.size, -1, wanted.dtype), np.zeros(wanted.size, dtype=np.int64)
         for src_rank in [0] if source.replicated else range(len(shards)):
             runs = copy_runs(source, src_rank, target, rank, 0, values.size)
             follow(runs, shards[src_rank].reshape(-1), values, writes)

@@ -165,6 +165,10 @@ def test_shapes_that_contradict_the_pattern_are_refused(pattern, method, args, m
         getattr(pattern, method)(*args)
 
 
+def test_a_partial_pattern_is_a_mean_only_of_several_ranks():
+    assert Partial().join([(2,), (2,)]).mean and not Partial().join([(2,)]).mean
+
+
 @pytest.mark.parametrize(
     ("pattern", "shape", "degree", "local"),
     [

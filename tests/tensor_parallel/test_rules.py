@@ -218,6 +218,12 @@ def test_rules_give_all_parameters_a_pattern(case):
         ([{**V, "pattern": "shard-h"}, N], SOURCE, TARGET, r"\{1-2\}.a.weight: logical shape \(4, 12\) in the"),
         ([], TARGET, {**TARGET, NORM: ((7,),)}, r"norm.weight: shape \(6,\) in the checkpoint, \(7,\) in the model\."),
         (V_W, {"w": ((4, 1), (4,))}, {"w": ((8, 1),)}, "w: the ranks' shapes have different numbers of dimensions"),
+        (
+            V_W,
+            {"w": ((6, 4),) * 2},
+            {"w": ((6, 4),) * 3},
+            r"\(12, 4\) in the checkpoint, \(18, 4\) in .*original_vocab_size",
+        ),
         ([], {EMBED: ((128, 2),)}, {EMBED: ((128, 2), (128, 2))}, "embed.weight"),  # padding may make shapes equal
         (TABLE, {EMBED: ((12, 2),)}, {EMBED: ((16, 2),)}, r'\(12, 2\).*"vocab": true, and original_vocab_size'),
     ],
