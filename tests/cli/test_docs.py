@@ -60,6 +60,8 @@ def test_docs_cli_md_has_the_help_of_every_command(monkeypatch: pytest.MonkeyPat
 def test_the_help_has_examples_and_describes_all_options(name: str) -> None:
     shown = find_parser(name).format_help()
     assert f"usage: ds_ucp {name}" in shown and f"ds_ucp {name}" in shown.partition("examples:")[2]
+    flags = {flag for action in list_actions(name) for flag in action.option_strings}
+    assert name == "run" or flags >= {"--json", "--quiet", "--debug"}
     assert all(action.help for action in list_actions(name))
 
 

@@ -18,8 +18,8 @@ from deepspeed_ucp.stream.duplicates import check_samples
 from tests.properties.samples import run_cli
 from tests.support.cases import resume
 from tests.support.conversion import convert_checkpoint
-from tests.support.expertmodels import FUSED, NATIVE, NATIVES, expert_trips, expert_trips_3d, needs_autoep
-from tests.support.reshard import examples, temporary_folder
+from tests.support.expertmodels import FUSED, NATIVE, NATIVES, expert_trips, expert_trips_3d, make_router, needs_autoep
+from tests.support.reshard import examples, make_targets, open_for, temporary_folder
 from tests.support.reshard3d import draw_state, expect, load_all, load_wanted, make_config
 from tests.synth import ExpertLayer, Model, Param, Run, Topology, random_state, write_checkpoint
 from tests.synth.expertfiles import expert_file, expert_optim_file
@@ -137,6 +137,17 @@ def test_a_missing_optimizer_file_of_older_releases_is_reported(tmp_path: Path) 
     (path / expert_optim_file(1)).unlink()
     with pytest.raises(CheckpointError, match=f"{expert_optim_file(1)} is missing"):
         open_and_compare(path)
+
+
+@needs_autoep
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_the_second_name_of_a_router_is_a_tie(stage: int, tmp_path: Path) -> None:
+    model = replace(FUSED, params=(*make_router("0.mlp", "weight", (4, 2), fused=True), *FUSED.params))
+    topology = Topology(stage, 2, ep=(2,))
+    path = write_checkpoint(tmp_path, model, random_state(model, 0), topology)
+    index = open_for(path, make_targets(model, topology)[0])
+    assert index.aliases == {"0.mlp.gate.gate.weight": "0.mlp.router.gate.weight"}
+    assert {key.name for key in index.atoms} == {param.name for param in model.owners}
 
 
 @needs_autoep

@@ -21,7 +21,7 @@ from deepspeed_ucp.plan.rounds import (
     Blocks,
     LoadPlan,
     make_owner_plan,
-    order_reads,
+    make_plan,
     split_claims_by_owner,
 )
 from tests.support.reshard import examples
@@ -174,7 +174,9 @@ def test_ranks_with_access_to_all_wanted_files_exchange_no_bytes() -> None:
 def test_ranks_begin_to_read_at_different_offsets() -> None:
     """They read in the order of the files, here the reverse of the records'."""
     reads, files = [Read.of(record, 0, 16) for record in range(6)], [5 - record for record in range(6)]
-    assert [[files[read.record] for read in order_reads(reads, files, rank)] for rank in range(4)] == [
+    answers, none = [np.full((6, 2), (SELF_READ, 0))], LoadPlan([], [], np.ones(1, np.bool_))
+    plans = [make_plan([reads], answers, none, rank, files) for rank in range(4)]
+    assert [[files[read.record] for read in plan.own_reads] for plan in plans] == [
         [0, 1, 2, 3, 4, 5],
         [3, 4, 5, 0, 1, 2],
         [1, 2, 3, 4, 5, 0],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from deepspeed_ucp.tensor_parallel.kinds import (
 from deepspeed_ucp.tensor_parallel.layout import Layout, find_faults, whole
 from deepspeed_ucp.tensor_parallel.metadata import Mapped, Viewed, generalise
 from deepspeed_ucp.tensor_parallel.recorded import from_recorded, read_pattern, record_pattern
+from deepspeed_ucp.tensor_parallel.rules import from_config
 from tests.support.reshard import examples
 
 from .shards import check_reshard, cut_array, draw_widths, settle
@@ -237,6 +239,16 @@ def test_every_recorded_pattern_is_restored_unchanged(pattern: Pattern) -> None:
 def test_malformed_recorded_patterns_are_refused(recorded: dict[str, object]) -> None:
     with pytest.raises(MismatchError, match="recorded pattern"):
         read_pattern(recorded)
+
+
+def test_a_recorded_vocabulary_pattern_allows_another_padding() -> None:
+    """This holds even if neither side is cut, and for the user's rule of a vocabulary without a size."""
+    recorded = from_recorded({"word": record_pattern(ShardV(vocab=11))})
+    rule = from_config([{"match": "word", "pattern": "shard-v", "vocab": True}])
+    for shapes, rules in product((((12, 4),), ((8, 4), (8, 4))), ([recorded], [*rule, recorded])):
+        settled = settle(["word"], {"word": ((18, 4),)}, {"word": shapes}, rules)
+        have, want = settled.layouts["word"]
+        assert (have.shape[0], want.shape[0]) == (18, sum(shape[0] for shape in shapes))
 
 
 def test_whole_tensors_record_no_rules_and_unused_rules_are_not_reported() -> None:

@@ -466,6 +466,12 @@ def test_fused_parameters_cannot_be_resized(fused: str, saved: Any, live: Any) -
         settle(["w"], {"w": saved}, {"w": live}, [*from_config({"resize": [{"match": "w"}]}), *FUSED[fused]])
 
 
+def test_fused_parameters_without_a_pattern_cannot_be_resized() -> None:
+    name, rules = "mlp.gate_up.weight", from_config({"resize": [{"match": ".*"}]})
+    with pytest.raises(MismatchError, match=r"gate_up\.weight is fused"):
+        settle([name], {name: ((8, 2),)}, {name: ((12, 2),)}, rules)
+
+
 @sides
 def test_a_vocabulary_in_parts_cannot_be_padded(saved: Any, live: Any) -> None:
     rule = {"match": "w", "pattern": "shard-nc", "parts": [1, 1], "vocab": True}
