@@ -442,12 +442,12 @@ def test_leftovers_of_a_dead_job_are_removed_after_a_day(run: Run) -> None:
 
 @pytest.mark.parametrize("moved", [-1e5, 1e5])
 def test_pruning_does_not_depend_on_file_times(moved: float, run: Run) -> None:
-    """Older saves of this job are removed; a tag that another job has overwritten is kept."""
+    """Older saves of this job are removed, also if later ones have older files; an overwritten tag is kept."""
     destination = Path(run.destination)
 
     def move(save: SavePart, *_: object) -> None:
         for number, path in enumerate((destination / save.tag).iterdir()):
-            os.utime(path, (0, time.time() + moved * (number + 1)))
+            os.utime(path, (0, time.time() + moved * (number + 1 + 10 * ord(save.tag))))
 
     for tag in "abcd":
         with mock.patch.object(destinations, "_update_latest", side_effect=move):
