@@ -177,18 +177,20 @@ def _describe(name: str, value: Any) -> list[str]:
 def run(kind: Kind, seed: int, options: Mapping[str, Any]) -> Generator[Any, None, None]:
     torch._dynamo.config.disable = True  # Muon's compiled update needs minutes; names of compiled models stay
     with kind.surround():
-        prepare(seed)
+        prepare(seed, fp16=not getattr(kind, "muon", False))
         engine = kind.home.make(kind, seed, **options)
         yield engine
         while True:
             yield kind.home.step(engine)
 
 
-def prepare(seed: int) -> None:
+def prepare(seed: int, *, fp16: bool = True) -> None:
     """Prepare the process for an engine: undo what DeepSpeed keeps of earlier ones for the whole process.
 
-    Groups of experts are named by the degree and not by the order of ranks. A CPU without AMX-FP16 gets fp16, which
-    torch supports.
+    Groups of experts are named by the degree and not by the order of ranks.
+
+    Args:
+        fp16: allow fp16 on a CPU without AMX-FP16, which torch supports. Muon's steps would use it and take minutes.
     """
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
@@ -198,7 +200,7 @@ def prepare(seed: int) -> None:
     autocast: Any = sys.modules.get("deepspeed.runtime.torch_autocast")
     if autocast is not None:
         autocast.TORCH_AUTOCAST_INITIALIZED, autocast.TORCH_AUTOCAST_DTYPE = False, None
-    CPU_Accelerator.is_fp16_supported = lambda self: True
+    CPU_Accelerator.is_fp16_supported = lambda self: fp16
     CPU_Accelerator.supported_dtypes = lambda self: [torch.float, torch.bfloat16, torch.float16]  # used by 0.16
     torch.manual_seed(seed)
 
