@@ -1,4 +1,4 @@
-"""A resume, in place of ``engine.load_checkpoint`` (docs/design.md explains the terms).
+"""A resume, in place of ``engine.load_checkpoint`` (terms: docs/design.md).
 
 All ranks take these steps together; an error of one rank becomes the same error on all.
 
