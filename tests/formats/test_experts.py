@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -274,3 +275,12 @@ LAYER, PIECE = f"body{NATIVE}0.", Piece(Record(64, 24, 7), 0, (2, 3), "float32")
 def test_headers_that_differ_in_more_than_offsets_are_not_encoded(tensors: dict[str, Piece]) -> None:
     header = FileHeader("expert", 1, layer=tensors)
     assert encode_header(header, HeaderTemplate(FileHeader("first", 1)), {}) is header
+
+
+def test_tensors_of_one_record_share_it_in_a_decoded_header() -> None:
+    header = FileHeader("expert", 1, layer={f"{LAYER}w": PIECE, f"{LAYER}b": replace(PIECE, offset=12, shape=(3,))})
+    delta = encode_header(header, HeaderTemplate(FileHeader("first", 1)), {})
+    assert isinstance(delta, HeaderDelta)
+    again = pickle.loads(pickle.dumps(delta)).decode({})
+    assert replace(again, layer=dict(again.layer or {})) == header
+    assert HeaderTemplate(again).firsts == [0, 0]
