@@ -69,9 +69,7 @@ class Claims:
         stages: dict[str, dict[int, None]] = defaultdict(dict)
         for target in targets:
             parallel = target.parallel
-            buffers[parallel.pp_rank * self.tp + parallel.tp_rank] |= dict.fromkeys(
-                flat.buffer for flat in target.flats
-            )
+            buffers[parallel.mp_rank] |= dict.fromkeys(flat.buffer for flat in target.flats)
             for name, shape in target.owned_shapes().items():
                 shapes[name][parallel.tp_rank] = shape
                 stages[name][parallel.pp_rank] = None

@@ -123,7 +123,7 @@ class DenseRanks:
     def ranks(self) -> int:
         return self.tp * self.pp * self.dp
 
-    def find_parallel_state(self, rank: int) -> ParallelState:
+    def find_state(self, rank: int) -> ParallelState:
         rest, tp_rank = divmod(rank, self.tp)
         pp_rank, dp_rank = divmod(rest, self.dp)
         return ParallelState(tp_rank, self.tp, pp_rank, self.pp, dp_rank, self.dp)
@@ -191,7 +191,7 @@ class DenseRanks:
         return f"language_model.encoder.layers.{parameter.layer - 2}.{rest}"
 
     def make_target(self, rank: int) -> SyntheticTarget:
-        parallel = self.find_parallel_state(rank)
+        parallel = self.find_state(rank)
         stage = self.sizes.list_stages(self.pp)[parallel.pp_rank]
         instances = {}
         if self.pp > 1 and parallel.pp_rank in (0, self.pp - 1):

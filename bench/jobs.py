@@ -30,9 +30,7 @@ class Job:
 
 def make_dense(source: DenseRanks, target: DenseRanks) -> Job:
     title = f"dense, {source.ranks:,} → {target.ranks:,} ranks {'ZeRO-3' if target.sub_group else 'ZeRO-1'}"
-    return Job(
-        title, source, target, [rank for rank in range(target.ranks) if not target.find_parallel_state(rank).dp_rank]
-    )
+    return Job(title, source, target, [rank for rank in range(target.ranks) if not target.find_state(rank).dp_rank])
 
 
 def make_moe(source: MoeRanks, target: MoeRanks) -> Job:

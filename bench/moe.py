@@ -117,7 +117,7 @@ class MoeRanks:
     def patterns(self) -> dict[str, Any]:
         return {}
 
-    def find_parallel_state(self, rank: int) -> ParallelState:
+    def find_state(self, rank: int) -> ParallelState:
         return ParallelState(0, 1, 0, 1, rank, self.dp)
 
     def make_target(self, rank: int) -> SyntheticTarget:
@@ -130,4 +130,4 @@ class MoeRanks:
             {f"layers.{layer}.{EXPERTS}": experts for layer in layers},
             (name for group in groups for name in group.tensors),
         )
-        return SyntheticTarget(self.find_parallel_state(rank), groups, extensions=[LiveExperts()], shares=shares)
+        return SyntheticTarget(self.find_state(rank), groups, extensions=[LiveExperts()], shares=shares)

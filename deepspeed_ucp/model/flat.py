@@ -137,8 +137,8 @@ class FlatBuffer:
         return self.offsets[-1] + prod(self.shapes[-1]) <= self.partition * self.parts
 
 
-def count_expert_shares(buffers: Iterable[FlatBuffer]) -> int:
-    """Return the expert-parallel degree: the most rank sets with one param group."""
+def count_rank_sets(buffers: Iterable[FlatBuffer]) -> int:
+    """Return the most sets of ranks that share a param group: the degree ``ep``."""
     holders = {(buffer.group, buffer.ranks) for buffer in buffers if buffer.ranks is not None}
     return max(Counter(group for group, _ in holders).values(), default=1)
 

@@ -77,12 +77,12 @@ def number_groups(stages: Sequence[Sequence[Mapping[str, Any]]], ignored: Collec
 
 
 def drop_labels(hyper: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyper-parameters without DeepSpeed's label of an experts' param group."""
+    """Return hyper-parameters without DeepSpeed's label of a distributed param group."""
     return {key: value for key, value in hyper.items() if not (hyper.get("moe") and key in ("moe", "name"))}
 
 
 def find_label(hyper: Mapping[str, Any]) -> str:
-    """Return DeepSpeed's label of an experts' param group; empty for other groups."""
+    """Return DeepSpeed's label of a distributed param group; empty for other groups."""
     return str(hyper.get("name")) if hyper.get("moe") else ""
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from deepspeed_ucp.model.flat import (
     Cut,
     FlatBuffer,
-    count_expert_shares,
+    count_rank_sets,
     find_gaps,
     join_parameters,
     join_reserved,
@@ -24,7 +24,7 @@ def test_count_degree_returns_the_expert_parallel_degree() -> None:
     dense = join_parameters(0, *MODEL, parts=3, partition=4)
     expert = replace(dense, group=1, parts=2, partition=6, ranks=range(1, 8, 2))
     others = [replace(expert, ranks=range(first, 8, 4)) for first in range(4)]
-    assert [count_expert_shares(each) for each in ([], [dense], [expert, dense], [*others, dense])] == [1, 1, 1, 4]
+    assert [count_rank_sets(each) for each in ([], [dense], [expert, dense], [*others, dense])] == [1, 1, 1, 4]
 
 
 SIZES = st.lists(st.integers(0, 30), min_size=1, max_size=6)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...errors import UnsupportedError, fold_names, shorten
-from ...model.flat import FlatBuffer, count_expert_shares
+from ...model.flat import FlatBuffer, count_rank_sets
 from ...model.index import BATCH_SIZES, AtomicIndex, GroupInfo
 from ...model.storage import COPY, MASTER, MODULE, Atom, AtomKey, Atoms, strip_compiled
 from ...model.topology import Topology, find_precision
@@ -48,7 +48,7 @@ def build_index(save: Save, naming: Naming) -> AtomicIndex:
         dp=save.dp if has_lost and stage else max(len(save.shards[0]), 1),
         tp=save.tp,
         pp=save.pp,
-        ep=count_expert_shares(flats),
+        ep=count_rank_sets(flats),
         undeclared=bool(save.main.config) and find_precision(save.main.config) != precision,
         master=optim.masters[0].dtype if optim and optim.masters else trained,
         elastic=bool(optim and optim.elastic),
