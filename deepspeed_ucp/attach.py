@@ -109,7 +109,7 @@ _reported_missing: set[Wrapped] = set()
 
 
 def install(*, default_on: bool | Mapping[str, Any] | None = None) -> None:
-    """Import DeepSpeed and wrap its methods, or only change a given ``default_on``.
+    """Import DeepSpeed and wrap its methods; repeated calls only set ``default_on``.
 
     Args:
         default_on: True, or a mapping of options, turns the plugin on for engines whose ds_config does not mention it.
@@ -117,10 +117,14 @@ def install(*, default_on: bool | Mapping[str, Any] | None = None) -> None:
 
     Raises:
         ImportError: DeepSpeed is not installed.
+
+    Example:
+        >>> deepspeed_ucp.install(default_on={"fallback": True})
+        >>> engine, *_ = deepspeed.initialize(model=model, config=ds_config)
     """
     if default_on is not None:
         _settings["default_on"] = default_on
-    _attach(importlib.import_module(_ENGINE))
+    _wrap_methods(importlib.import_module(_ENGINE))
     install_when_imported()
 
 
@@ -134,7 +138,7 @@ def install_when_imported() -> None:
             continue
         module = importlib.import_module(name)  # waits for an import in another thread
         if not getattr(module.__spec__, "_initializing", False):
-            _attach(module)
+            _wrap_methods(module)
         else:
             library = "DeepSpeed" if name == _ENGINE else name.partition(".")[0]
             logger.warning(
@@ -154,18 +158,18 @@ class _Finder:
         finders = [finder.find_spec for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
         spec = next(filter(None, (find(name, path, target) for find in finders)), None)
         if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = functools.partial(_execute, spec.loader)  # type: ignore[method-assign]
+            spec.loader.exec_module = functools.partial(_execute_and_wrap, spec.loader)  # type: ignore[method-assign]
         return spec
 
 
 _finder = _Finder()
 
 
-def _execute(loader: Any, module: ModuleType) -> None:
+def _execute_and_wrap(loader: Any, module: ModuleType) -> None:
     del loader.exec_module  # uncovers the method of its class
     loader.exec_module(module)
     if _finder.awake:
-        _attach(module)
+        _wrap_methods(module)
 
 
 def uninstall() -> None:
@@ -181,21 +185,21 @@ def uninstall() -> None:
 
 
 def get_default() -> bool | Mapping[str, Any] | None:
-    """Return the last ``default_on`` of :func:`install`."""
+    """Return the last ``default_on`` given to :func:`install`; None without one."""
     return _settings["default_on"]  # type: ignore[no-any-return]
 
 
-def _attach(module: ModuleType) -> None:
+def _wrap_methods(module: ModuleType) -> None:
     for wrapped in TABLE:
         if wrapped.module == module.__name__:
             kind, _, name = wrapped.name.rpartition(".")
             home = importlib.import_module(wrapped.home) if wrapped.home else module
-            _wrap(getattr(home, kind, None) if kind else home, name, wrapped)
+            _wrap_method(getattr(home, kind, None) if kind else home, name, wrapped)
     if module.__name__ == _ENGINE and not hasattr(module.DeepSpeedEngine, "ucp_report"):
         module.DeepSpeedEngine.ucp_report = None
 
 
-def _wrap(owner: Any, name: str, wrapped: Wrapped) -> None:
+def _wrap_method(owner: Any, name: str, wrapped: Wrapped) -> None:
     if (owner, name) in _originals:
         return
     if not hasattr(owner, name):

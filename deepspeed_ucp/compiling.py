@@ -19,7 +19,7 @@ logger = logging.getLogger("deepspeed_ucp")
 
 
 def jit_load(original: Callable[..., Any], builder: Any, *args: Any, **kwargs: Any) -> Any:
-    """``OpBuilder.jit_load``; one rank of a node warns of a lock that nobody holds."""
+    """``OpBuilder.jit_load``: warn of a stale lock (on one rank of a node), then load."""
     from torch.utils import cpp_extension
 
     find_folder = getattr(cpp_extension, "_get_build_directory", None)

@@ -50,7 +50,7 @@ class SaveOptions(BaseModel):
 
     @field_validator("to")
     @classmethod
-    def _refuse_twice(cls, to: list[SaveTier]) -> list[SaveTier]:
+    def _refuse_duplicates(cls, to: list[SaveTier]) -> list[SaveTier]:
         places = [tier.place.rstrip("/") if "://" in tier.place else os.path.abspath(tier.place) for tier in to]
         if twice := next((tier.place for tier, path in zip(to, places, strict=True) if places.count(path) > 1), None):
             raise ValueError(f"{twice} is named twice: a place has one `every` and one `keep`")
@@ -91,7 +91,7 @@ class UniversalConfig(BaseModel):
 
     @field_validator("save", mode="before")
     @classmethod
-    def _read_switch(cls, value: object) -> object:
+    def _convert_bool(cls, value: object) -> object:
         return ({} if value else None) if isinstance(value, bool) else value
 
 
@@ -173,7 +173,7 @@ def describe_keys() -> str:
 
 
 def adapt_batch(train: int, micro: int | None, world: int) -> tuple[int, int] | None:
-    """Find (micro, gas) that keep ``train``, with the largest batch up to ``micro``."""
+    """Return (micro, gas) that keep ``train`` with the largest micro up to ``micro``."""
     if world < 1 or train % world:
         return None
     share = train // world
@@ -191,6 +191,9 @@ def choose_batch(
 
     Returns:
         New (micro, gas) values, or None if the given ones fit.
+
+    Raises:
+        ConfigError: the given values do not fit, and ``preserve`` is false or no values fit.
     """
     per_step, is_complete = world * (micro or 1) * (gas or 1), micro and gas
     if train is None or train == per_step or not (is_complete or train % per_step):

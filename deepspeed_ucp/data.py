@@ -47,8 +47,8 @@ def _digest(values: Sequence[float] | Ids | None) -> str | None:
     return None if values is None else hashlib.sha256(np.asarray(values, np.float64).tobytes()).hexdigest()[:16]
 
 
-def _rank(shards: Sequence[Any]) -> list[int] | None:
-    """Return the order of shards by name, which a moved folder keeps; else None."""
+def _sort_shards(shards: Sequence[Any]) -> list[int] | None:
+    """Return the numbers of the sorted shards (a moved folder keeps them), or None."""
     try:
         return sorted(range(len(shards)), key=shards.__getitem__)
     except (TypeError, ValueError):
@@ -69,7 +69,7 @@ def _find_batch_size(caller: FrameType | None) -> int | None:
     return None
 
 
-def _check_place(rank: int, world: int) -> None:
+def _check_rank(rank: int, world: int) -> None:
     if world < 1:
         raise ConfigError(f"world {world} is invalid: pass the number of data-parallel ranks, 1 or more.")
     if not 0 <= rank < world:
@@ -90,10 +90,10 @@ def _read_number(state: Mapping[str, Any], name: str, least: int | None = None) 
 
 
 def _count_samples(engine: Any) -> int:
-    """Return the engine's count of samples, a float under sequence parallelism.
+    """Return the number of samples that an engine has counted.
 
     Raises:
-        ConfigError: it is a fraction.
+        ConfigError: the count, a float under sequence parallelism, is no integer.
     """
     samples = to_integer(engine.global_samples)
     if not isinstance(samples, int):
@@ -115,7 +115,7 @@ class Order(ABC):
     """
 
     def __init__(self, size: int, total_batch: int, *, rank: int, world: int, shuffle: bool, seed: int) -> None:
-        _check_place(rank, world)
+        _check_rank(rank, world)
         total_batch = to_integer(total_batch)
         if not isinstance(total_batch, int) or total_batch < 1 or total_batch % world:
             raise ConfigError(
@@ -140,23 +140,23 @@ class Order(ABC):
 
     @abstractmethod
     def arrange(self, epoch: int) -> Callable[[int], Ids]:
-        """Return a function from a step of the epoch to its samples."""
+        """Return a function from a step of the epoch to the numbers of its samples."""
 
     def describe(self) -> dict[str, Any]:
         """Return plain values that, besides the seed, determine the order in every world."""
         return {"size": self.size, "total_batch": self.total_batch, "shuffle": self.shuffle}
 
-    def _make_generator(self, epoch: int, *more: int) -> np.random.RandomState:
-        """Make the generator of an epoch's order, numpy's only one stable across releases."""
-        return np.random.RandomState([self.seed & 0xFFFFFFFF, epoch, *more])
+    def _make_generator(self, epoch: int, *salt: int) -> np.random.RandomState:
+        """Seed an epoch's generator, of numpy's only kind that is stable across releases."""
+        return np.random.RandomState([self.seed & 0xFFFFFFFF, epoch, *salt])
 
-    def _permute(self, count: int, epoch: int, *more: int) -> Ids:
+    def _permute(self, count: int, epoch: int, *salt: int) -> Ids:
         """Return the numbers below ``count``, shuffled if ``shuffle`` is set."""
-        return self._make_generator(epoch, *more).permutation(count) if self.shuffle else np.arange(count)
+        return self._make_generator(epoch, *salt).permutation(count) if self.shuffle else np.arange(count)
 
     @property
     def consumed(self) -> int:
-        """Samples that all ranks have trained on; without an engine, iterated over."""
+        """Number of all ranks' samples trained on; without an engine, iterated over."""
         return self._start if self._engine is None else _count_samples(self._engine) - self._offset
 
     @property
@@ -267,7 +267,7 @@ class Order(ABC):
             )
 
     def _compare_batch_size(self, size: int | None) -> None:
-        """Warn if a ``DataLoader`` makes other batches than the engine takes."""
+        """Warn if ``size``, a ``DataLoader``'s batch size, does not fit the engine's."""
         worker = get_worker_info()
         if size is None or self._engine is None or self.rank or (worker is not None and worker.id):
             return
@@ -291,7 +291,7 @@ class Order(ABC):
         return self.steps_per_epoch * (self.total_batch // self.world)
 
     def _walk(self) -> tuple[int, Iterator[tuple[Ids, int]]]:
-        """Return the epoch, and for each remaining step its samples and next ``_start``."""
+        """Return the epoch, and of its remaining steps this rank's samples and ``_start``."""
         # A persistent worker has a copy of the engine from when it was forked.
         forked = self._engine is not None and get_worker_info() is not None
         begin = max(self._start, self.consumed) if forked else self.consumed
@@ -319,6 +319,10 @@ class ElasticSampler(Order, Sampler[int]):
     Raises:
         ConfigError: the ranks cannot share the total batch, there are fewer samples than that, the number of weights or
             lengths is wrong, or the weights are invalid.
+
+    Example:
+        >>> [list(ElasticSampler(8, 4, rank=rank, world=2, shuffle=False)) for rank in range(2)]
+        [[0, 1, 4, 5], [2, 3, 6, 7]]
     """
 
     def __init__(
@@ -358,12 +362,12 @@ class ElasticSampler(Order, Sampler[int]):
             order = self._make_generator(epoch).choice(self.size, self.size, p=self.weights).astype(np.int64)
         order = order[: self.steps_per_epoch * self.total_batch]
         if self.lengths is not None:
-            order = self._group(order, self.lengths, epoch)
+            order = self._sort_by_length(order, self.lengths, epoch)
         steps = order.reshape(-1, self.total_batch)
         return lambda step: steps[step]
 
-    def _group(self, order: Ids, lengths: Ids, epoch: int) -> Ids:
-        """Sort groups of steps by length, then shuffle all but the longest, now first."""
+    def _sort_by_length(self, order: Ids, lengths: Ids, epoch: int) -> Ids:
+        """Make steps of samples of similar length, shuffled, with the longest step first."""
         many = _LONG * self.total_batch
         parts = [order[low : low + many] for low in range(0, len(order), many)]
         steps = np.concatenate([part[np.argsort(-lengths[part], kind="stable")] for part in parts])
@@ -398,6 +402,11 @@ class ElasticStream(Order, IterableDataset[Sample], Generic[Sample]):
 
     Raises:
         ConfigError: the numbers do not divide each other, or there are too few samples.
+
+    Example:
+        >>> read = lambda shard, first: [f"{shard}{i}" for i in range(first, 2)]
+        >>> list(ElasticStream("ab", [2, 2], read, 2, rank=0, world=1, shuffle=False))
+        ['a0', 'b0', 'a1', 'b1']
     """
 
     def __init__(
@@ -414,7 +423,7 @@ class ElasticStream(Order, IterableDataset[Sample], Generic[Sample]):
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
-        _check_place(rank, world)
+        _check_rank(rank, world)
         total_batch = to_integer(total_batch)
         self.lanes = total_batch if lanes is None else lanes
         if len(shards) != len(sizes):
@@ -437,7 +446,7 @@ class ElasticStream(Order, IterableDataset[Sample], Generic[Sample]):
         return super().describe() | {
             "lanes": self.lanes,
             "sizes": _digest(self.sizes),
-            "shards": _digest(_rank(self.shards)),
+            "shards": _digest(_sort_shards(self.shards)),
         }
 
     def follow(self, engine: Any, *, name: str = "data") -> None:

@@ -143,7 +143,7 @@ def note_step(engine: Any) -> None:
             part.note_step()
 
 
-def hand_out(engine: Any, client_state: dict[str, Any], *, wanted: bool = True, together: bool = True) -> None:
+def load_carried(engine: Any, client_state: dict[str, Any], *, wanted: bool = True, together: bool = True) -> None:
     """Remove carried states from a client state; load them if ``wanted`` (collective).
 
     Args:

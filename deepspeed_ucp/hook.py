@@ -18,7 +18,7 @@ from .comm import Comm, connect
 from .config import ENVIRONMENT, SECTION, UniversalConfig, choose_batch, parse_config, read_environment
 from .elastic_agent import end_with_agent
 from .engine.guard import guard_engine
-from .engine_state import collect, find_state, get_config, hand_out, note_step
+from .engine_state import collect, find_state, get_config, load_carried, note_step
 from .errors import CheckpointError, UcpError, clear_frames, describe_changes, pluralize
 from .io.store import set_storage_options
 from .load.resume import load_without_plugin, resume
@@ -252,7 +252,7 @@ def _load(
     snapshots.note_load(engine)
     if client_state is not None:
         with guard_engine(engine, with_states=False):
-            hand_out(engine, client_state, wanted=not arguments["load_module_only"], together=config is not None)
+            load_carried(engine, client_state, wanted=not arguments["load_module_only"], together=config is not None)
     return path, client_state
 
 
@@ -265,19 +265,19 @@ def _load_from_memory(
     fallback: Callable[..., Any],
     comm: Comm,
 ) -> Any:
-    """Load a save in memory newer than the stored ones, or return None (collective).
+    """Load a save in memory newer than the stored ones, else return None (collective).
 
     Damage that all ranks find before the engine has changed is a warning.
     """
-    found = find_in_memory(config, load_dir, tag, comm)
-    if found is None:
+    newest = find_in_memory(config, load_dir, tag, comm)
+    if newest is None:
         return None
     if comm.rank == 0:
-        logger.info("%s: taken from memory, tag %s of step %d: %s", load_dir, found.tag, found.step, found.folder)
-    fallback, broken_before = partial(fallback, load_dir=found.folder, tag=found.tag), find_state(engine).broken
-    config = config.model_copy(update={"also": [*found.copies, *config.also]})
+        logger.info("%s: taken from memory, tag %s of step %d: %s", load_dir, newest.tag, newest.step, newest.folder)
+    fallback, broken_before = partial(fallback, load_dir=newest.folder, tag=newest.tag), find_state(engine).broken
+    config = config.model_copy(update={"also": [*newest.copies, *config.also]})
     try:
-        return load(found.folder, found.tag, config=config, deepspeed_load=fallback)
+        return load(newest.folder, newest.tag, config=config, deepspeed_load=fallback)
     except CheckpointError as error:
         if find_state(engine).broken is not broken_before or not comm.is_common(error):
             raise

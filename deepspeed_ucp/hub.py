@@ -18,7 +18,7 @@ def find_cached(name: str) -> str:
 
 
 def describe_cached(name: str) -> str:
-    """Describe a path that is a cached hub model's id; empty for other paths."""
+    """Return the end of an error message if a wrong path is a cached hub model's id."""
     if "huggingface_hub" not in sys.modules:  # it takes long to import, and an id is unlikely without it
         return ""
     try:

@@ -89,26 +89,28 @@ def list_generators(engine: Any = None) -> dict[str, Generator]:
         )
     sampler = find_data_sampler(engine)
     if sampler is not None:
-        generators[_SAMPLER] = _draw_with(sampler.np_rng.bit_generator)
-    return generators | {f"{_TRACKER}{name}": _track(name) for name in get_cuda_rng_tracker().get_states()}
+        generators[_SAMPLER] = _wrap_bit_generator(sampler.np_rng.bit_generator)
+    return generators | {f"{_TRACKER}{name}": _wrap_tracker(name) for name in get_cuda_rng_tracker().get_states()}
 
 
 def follow(engine: Any) -> None:
     """Save and restore random states with checkpoints.
 
-    Call this on every rank.
+    Call this on every rank, before ``load_checkpoint``.
+
+    Example:
+        >>> engine, *_ = deepspeed.initialize(model=model, config=ds_config)
+        >>> rng.follow(engine)
+        >>> engine.load_checkpoint("checkpoints")
     """
     carry(engine, RANDOM_STATES, Carried(partial(capture, engine), partial(restore, engine)))
 
 
 def restore(engine: Any, saved: Mapping[str, Any]) -> None:
-    """Restore this rank's generators.
+    """Restore this rank's generators, and log those with derived or missing states.
 
     Args:
         saved: from :func:`capture`, read from this rank's file or that of the first rank.
-
-    Returns:
-        Names of the generators with a derived state, because no saved rank had these coordinates.
 
     Raises:
         CheckpointError: the saved states have an unknown form.
@@ -202,7 +204,7 @@ def restore_generators(
 
 
 def find_state(saved: Mapping[str, Any], name: str, parallel: ParallelState) -> State | int:
-    """Return a generator's state, or a derived seed for unsaved coordinates.
+    """Return the state to restore of a generator, or a derived seed if none was saved.
 
     A seed has 32 bits (the limit of torch on the CPU), and is unique per coordinates.
     """
@@ -236,7 +238,7 @@ def find_axes(states: Mapping[Coords, Any]) -> tuple[int, ...]:
 
 
 def project(coords: Coords, axes: tuple[int, ...]) -> Coords:
-    """Set all other coordinates to 0."""
+    """Return coordinates with those off the ``axes`` set to 0."""
     stage, tensor, data = (at if axis in axes else 0 for axis, at in enumerate(coords))
     return stage, tensor, data
 
@@ -289,7 +291,7 @@ def _write_numpy(kind: str, words: bytes, position: int, *rest: Any) -> None:
     np.random.set_state((kind, np.frombuffer(words, np.uint32), position, *rest))  # noqa: NPY002
 
 
-def _draw_with(source: np.random.BitGenerator) -> Generator:
+def _wrap_bit_generator(source: np.random.BitGenerator) -> Generator:
     def write(state: Any) -> None:
         source.state = state
 
@@ -299,7 +301,7 @@ def _draw_with(source: np.random.BitGenerator) -> Generator:
     return Generator(lambda: (source.state,), write, seed)
 
 
-def _track(name: str) -> Generator:
+def _wrap_tracker(name: str) -> Generator:
     tracker, device = get_cuda_rng_tracker(), get_accelerator()
 
     def write(data: bytes) -> None:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from deepspeed_ucp import engine_state
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.data import ElasticSampler, ElasticStream, Order
-from deepspeed_ucp.engine_state import KEY, Carried, collect, hand_out, note_step
+from deepspeed_ucp.engine_state import KEY, Carried, collect, load_carried, note_step
 from deepspeed_ucp.errors import CheckpointError, ConfigError, MismatchError
 from tests.support.ranks import run_ranks
 
@@ -252,7 +252,7 @@ def test_a_stateful_loader_skips_neither_prefetched_samples_nor_those_that_an_en
     client, state, expected = collect(engine, {"mine": 1}), loader.state_dict(), list(order)
     assert client[KEY]["data"]["consumed"] == 2 * BATCH
     again.follow(later)
-    hand_out(later, client)
+    load_carried(later, client)
     assert client == {"mine": 1}
     loader = load_stateful(again, num_workers=workers)
     loader.load_state_dict(state)
@@ -386,9 +386,9 @@ def test_carried_state_that_is_not_loaded_is_a_warning(caplog: pytest.LogCapture
     engine = make_engine()
     make_sampler(0, 1).follow(engine)
     client = collect(engine, {})
-    hand_out(make_engine(BATCH), dict(client), wanted=False)
+    load_carried(make_engine(BATCH), dict(client), wanted=False)
     assert not caplog.text
-    hand_out(make_engine(BATCH), dict(client))
+    load_carried(make_engine(BATCH), dict(client))
     assert "carries data" in caplog.text and "before load_checkpoint" in caplog.text
 
 
@@ -418,7 +418,7 @@ def test_some_ranks_may_carry_no_state(
         engine, found = make_engine(), list[Any]()
         for name in names:
             engine_state.carry(engine, name, Carried(dict, found.append))
-        hand_out(engine, {} if saved is None else {KEY: saved})
+        load_carried(engine, {} if saved is None else {KEY: saved})
         return found
 
     if loaded is CheckpointError:

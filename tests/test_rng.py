@@ -20,7 +20,7 @@ from deepspeed_ucp import rng
 from deepspeed_ucp.engine.coverage import has_drawn
 from deepspeed_ucp.engine.finish import restore_helpers
 from deepspeed_ucp.engine.parallel import ParallelState
-from deepspeed_ucp.engine_state import KEY, collect, hand_out
+from deepspeed_ucp.engine_state import KEY, collect, load_carried
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.load.client import read_objects
 from tests.support.curriculum import SIZES, draw, make_engine, make_sampler, make_trained
@@ -133,7 +133,7 @@ def test_a_gpus_generators_go_on(cuda: torch.Generator) -> None:
     states["mp"] = cuda.get_state()
     loader = make_engine(None)
     rng.follow(loader)
-    hand_out(loader, copy.deepcopy(client))
+    load_carried(loader, copy.deepcopy(client))
     assert cuda.get_state().equal(before) and states["mp"].equal(tracked)
     assert torch.rand(700, generator=cuda).equal(expected)
     parallel, known = ParallelState(1, 2, 0, 1, 0, 1), rng.list_generators()
@@ -198,7 +198,7 @@ def test_random_states_of_an_unknown_form_are_refused(saved: Any) -> None:
 
 def restore(engine: Any, saved: dict[str, Any]) -> None:
     restore_helpers(engine, saved, with_scheduler=True)
-    hand_out(engine, saved)
+    load_carried(engine, saved)
 
 
 def test_a_resumed_curriculum_sampler_draws_the_samples_of_an_uninterrupted_run(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_a_missing_random_state_of_the_sampler_is_a_warning(tmp_path: Path, capl
         engine = make_engine(make_sampler(tmp_path))
         rng.follow(engine)
         assert not caplog.text
-        hand_out(engine, dict(saved))
+        load_carried(engine, dict(saved))
         assert "curriculum sampler was not saved" in caplog.text
         caplog.clear()
         drawn.append(engine.training_dataloader.data_sampler.np_rng.random())

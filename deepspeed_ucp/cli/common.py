@@ -51,20 +51,20 @@ class Parser(argparse.ArgumentParser):
             near = suggest(str(value), map(str, action.choices or ()))
             raise argparse.ArgumentError(action, f"{value!r} is unknown: {near}" if near else error.message) from None
 
-    def refuse(self, left: Sequence[str], command: str | None = None) -> NoReturn:
-        """Exit with an error for arguments of ``command`` that no option takes."""
+    def refuse(self, extra: Sequence[str], command: str | None = None) -> NoReturn:
+        """Exit with an error for arguments that no option of ``command`` takes."""
         commands: Any = next((action.choices for action in self._get_positional_actions() if action.choices), {})
         parser: Parser = commands.get(command, self)
         near = [
             suggest(argument.partition("=")[0], parser._option_string_actions)
-            for argument in left
+            for argument in extra
             if argument[:2] == "--"
         ]
-        parser.error(" ".join([f"unrecognized arguments: {' '.join(left)}", *(f"({hint})" for hint in near if hint)]))
+        parser.error(" ".join([f"unrecognized arguments: {' '.join(extra)}", *(f"({hint})" for hint in near if hint)]))
 
 
 def find_width() -> int:
-    """Columns of help texts."""
+    """Return the width of help texts in columns."""
     return max(40, min(shutil.get_terminal_size().columns - 2, 100))
 
 
@@ -124,8 +124,8 @@ def add_shared_options(
     add("--debug", action="store_true", help="show the traceback of an error")
 
 
-def make_parser(units: Mapping[str, float], wanted: str, *, whole: bool = False) -> Callable[[str], Any]:
-    """Make an option's type: a positive sum of numbers with (upper-case) units."""
+def make_quantity_type(units: Mapping[str, float], expected: str, *, whole: bool = False) -> Callable[[str], Any]:
+    """Return an option's ``type``: parses a positive sum of numbers with ``units``."""
     term = rf"(\d+(?:\.\d+)?(?:E\d\d?)?) ?({'|'.join(sorted(units, key=len, reverse=True))})"
 
     def parse(text: str) -> float:
@@ -133,7 +133,7 @@ def make_parser(units: Mapping[str, float], wanted: str, *, whole: bool = False)
         terms = re.findall(term, text.upper(), re.ASCII) if is_valid else []
         value = sum(float(number) * units[unit] for number, unit in terms)
         if not value or (whole and value % 1):
-            raise argparse.ArgumentTypeError(f"{wanted} is needed, found {text!r}")
+            raise argparse.ArgumentTypeError(f"{expected} is needed, found {text!r}")
         return int(value) if whole else value
 
     return parse
@@ -171,7 +171,7 @@ def warn_unused_groups(options: argparse.Namespace, *indexes: AtomicIndex) -> No
 
 
 def find_folders(path: str, also: Sequence[str], comm: Comm) -> list[str]:
-    """Find the tag's folder in each place, in order (collective).
+    """Find the tag's folder in each place, unseen places last (collective).
 
     The first place in which a rank sees a tag names it. A place that is a tag's folder stands for it under any name.
     """

@@ -1,4 +1,4 @@
-"""Lists and writes the contents of a checkpoint for ``ds_ucp inspect``."""
+"""Lists the contents of a checkpoint for ``ds_ucp inspect``, as data and as text."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _describe_parameter(
 
 
 def _knows_frozen(index: AtomicIndex) -> bool:
-    """Return whether the files tell frozen parameters from trained ones and buffers."""
+    """Return True if the files distinguish frozen parameters from trained ones."""
     return not index.foreign and any(key.state != MODULE for key in index.atoms)
 
 
@@ -177,7 +177,7 @@ def detail_parameter(index: AtomicIndex, row: Parameter) -> dict[str, Any]:
 
 
 def _find_file(index: AtomicIndex, record: int) -> str:
-    """The file of a record, relative to the checkpoint's folder."""
+    """Return the file of a record, relative to the checkpoint's folder."""
     path = index.files[index.records.files[record]].path
     return path.removeprefix(f"{os.path.dirname(index.state_file)}/")
 
@@ -191,7 +191,7 @@ def _name_pattern(pattern: Pattern) -> str:
 
 
 def _list_files(report: FolderReport) -> dict[str, int]:
-    """The checkpoint's files with their sizes, by name relative to its folder."""
+    """Return the files' sizes by name relative to the checkpoint's folder."""
     if report.atomic:
         return {name: entry.size for name, entry in sorted(list_tree(report.folder).items()) if not entry.is_folder}
     old = {finding.file for finding in report.findings if finding.kind == "leftover"}
@@ -241,7 +241,7 @@ def _find_limits(
         ("unreadable", "bytes that cannot be cut", index.unreadable),
     ):
         for text in dict.fromkeys(faults.values()):
-            names = tuple(f"{key.param} ({key.state})" for key, each in faults.items() if each == text)
+            names = tuple(f"{key.param} ({key.state})" for key, fault in faults.items() if fault == text)
             yield Finding(kind, "", f"{problem}: {text}", WARNING, names)
     yield from (Finding("rules", "", text, WARNING) for text in settled.unused)
     if files := {_find_file(index, at) for at, record in enumerate(index.records) if record.crc is None}:
@@ -252,18 +252,18 @@ def _find_limits(
 # -- text -------------------------------------------------------------------------------------------------------------
 
 
-def write_summary(index: AtomicIndex, data: Mapping[str, Any], *, unfold: bool) -> list[str]:
-    """Write the report, verdict first; ``unfold`` gives each parameter a line."""
+def format_summary(index: AtomicIndex, data: Mapping[str, Any], *, unfold: bool) -> list[str]:
+    """Return the report, verdict first; ``unfold`` gives each parameter a line."""
     findings, named = data["findings"], [(row["name"], row) for row in data["parameters"]]
     more = f"; {pluralize(len(findings), 'finding')} at the end" if findings else ""
-    lines = [f"{data['folder']}: opens{more}", *_write_head(index, data), ""]
+    lines = [f"{data['folder']}: opens{more}", *_format_head(index, data), ""]
     folded = [(name, [row]) for name, row in named]
     if not unfold:
-        folded = fold_names(named, lambda row: (row["instance"], *_describe_form(row)))
+        folded = fold_names(named, lambda row: (row["instance"], *_make_cells(row)))
     rows = [
         (
             str(ParamKey(name, group[0]["instance"])),
-            *_describe_form(group[0]),
+            *_make_cells(group[0]),
             format_bytes(sum(row["nbytes"] for row in group)),
         )
         for name, group in folded
@@ -272,11 +272,11 @@ def write_summary(index: AtomicIndex, data: Mapping[str, Any], *, unfold: bool) 
     if ties := sorted(data["ties"].items()):
         lines += ["", "tied", *(f"  {alias} = {name}" for alias, name in ties)]
     if findings:
-        lines += ["", "findings", *(line for finding in findings for line in _write_finding(finding))]
+        lines += ["", "findings", *(line for finding in findings for line in _format_finding(finding))]
     return lines
 
 
-def _write_head(index: AtomicIndex, data: Mapping[str, Any]) -> list[str]:
+def _format_head(index: AtomicIndex, data: Mapping[str, Any]) -> list[str]:
     totals, optimizer, kinds = data["totals"], data["optimizer"], [row["kind"] for row in data["parameters"]]
     others = "frozen and buffers" if _knows_frozen(index) else "weights and buffers"
     parts = {"masters": "masters", "optimizer": "states", others: "module", "model copies": "copies"}
@@ -290,7 +290,7 @@ def _write_head(index: AtomicIndex, data: Mapping[str, Any]) -> list[str]:
     }
     model = [pluralize(totals["parameters"], "parameter"), f"{elements} elements"]
     model += [
-        pluralize(number, what) if what == "buffer" else f"{number} {what}" for what, number in counts.items() if number
+        pluralize(number, kind) if kind == "buffer" else f"{number} {kind}" for kind, number in counts.items() if number
     ]
     is_unnamed = any(finding.kind == "unnamed" for finding in data["findings"])
     states = " ".join(optimizer["states"]) or ("states without names" if is_unnamed else "no states")
@@ -299,7 +299,7 @@ def _write_head(index: AtomicIndex, data: Mapping[str, Any]) -> list[str]:
         ("step", str(data["counters"].get("global_steps", "not recorded"))),
         ("optimizer", f"{optimizer['name']}: {states}" if optimizer["name"] else states),
         *(
-            (f"  group {number}", f"{pluralize(group['parameters'], 'parameter')}: {_write_values(group['hyper'])}")
+            (f"  group {number}", f"{pluralize(group['parameters'], 'parameter')}: {_format_values(group['hyper'])}")
             for number, group in enumerate(optimizer["groups"])
         ),
         ("model", ", ".join(model)),
@@ -309,8 +309,8 @@ def _write_head(index: AtomicIndex, data: Mapping[str, Any]) -> list[str]:
     return [f"  {line}" for line in format_table([row for row in rows if row[1]])]
 
 
-def _write_values(hyper: Mapping[str, Any]) -> str:
-    """Write hyper-parameters without those that are off or unset (``--json`` has all)."""
+def _format_values(hyper: Mapping[str, Any]) -> str:
+    """Format hyper-parameters except those that are off or unset (``--json`` has all)."""
     shown = {key: value for key, value in hyper.items() if value is not None and value is not False}
     return ", ".join(
         f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}" for key, value in shown.items()
@@ -330,7 +330,7 @@ def _describe_writer(index: AtomicIndex, data: Mapping[str, Any]) -> str:
     return f"{version}{topology.describe()}, {', '.join(extra)}"
 
 
-def _describe_form(row: Parameter) -> tuple[str, ...]:
+def _make_cells(row: Parameter) -> tuple[str, ...]:
     shapes = dict.fromkeys(row["shards"]) if row["shape"] is None else (row["shape"],)
     shape = " | ".join(str(list(shape)) for shape in shapes)
     dtype = f"{row['dtype']} + {row['copy']}" if row["copy"] not in (None, row["dtype"]) else row["dtype"]
@@ -342,8 +342,8 @@ def _describe_form(row: Parameter) -> tuple[str, ...]:
     return shape, dtype, row["kind"] if row["kind"] != TRAINED else states or "no states yet", pattern
 
 
-def _write_finding(finding: Finding) -> list[str]:
-    """Write a finding with the names that it is about, and rules to paste."""
+def _format_finding(finding: Finding) -> list[str]:
+    """Return a finding's lines, with the names that it is about and rules to paste."""
     names = [f"      {name}" for name, _ in fold_names(((name, None) for name in finding.names), bool)]
     if len(names) > _MOST_NAMES:
         names = [*names[:_MOST_NAMES], f"      … {len(finding.names)} in all (--json lists them)"]
@@ -355,20 +355,20 @@ def _write_finding(finding: Finding) -> list[str]:
     return [*lines, *names, *faults, *rules]
 
 
-def write_detail(detail: Mapping[str, Any]) -> list[str]:
-    """Write the text of ``--param``."""
+def format_detail(detail: Mapping[str, Any]) -> list[str]:
+    """Return the lines of ``--param``."""
     shape = detail["shape"]
-    group = "" if detail["group"] is None else f"{detail['group']}: {_write_values(detail['hyper'])}"
+    group = "" if detail["group"] is None else f"{detail['group']}: {_format_values(detail['hyper'])}"
     facts = [
         ("kind", detail["kind"]),
         ("shape", "not known" if shape is None else f"{list(shape)}, {format_count(count(shape))} elements"),
         ("pattern", f"{detail['pattern'] or '?'}{' by ' + detail['origin'] if detail['origin'] else ''}"),
         ("rule to give", ", ".join(f"{key}: {value}" for key, value in detail["why"].items())),
-        ("scalars", _write_values(detail["scalars"])),
+        ("scalars", _format_values(detail["scalars"])),
         ("param group", group),
     ]
     rows = [
-        (part["state"], part["dtype"], part["rank"], _write_elements(part), part["file"], part["offset"], part["bytes"])
+        (part["state"], part["dtype"], part["rank"], _format_range(part), part["file"], part["offset"], part["bytes"])
         for part in detail["layout"]
     ]
     header = ("state", "dtype", "tp rank", "elements", "file", "from byte", "bytes")
@@ -381,8 +381,8 @@ def write_detail(detail: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _write_elements(part: Mapping[str, Any]) -> str:
-    """``[0, 12)``, or of a block ``[0:4, 6:9]``."""
+def _format_range(part: Mapping[str, Any]) -> str:
+    """Format a fragment's elements: ``[0, 12)``, or of a block ``[0:4, 6:9]``."""
     if part["block"]:
         return f"[{', '.join(f'{begin}:{begin + size}' for begin, size in part['block'])}]"
     return f"[{part['start']}, {part['start'] + part['numel']})"

@@ -71,14 +71,14 @@ def run(options: argparse.Namespace) -> int:
         rules = comm.run(lambda: common.read_rules(options))
         (_, left), (_, right) = (common.open_index(options, *side, comm) for side in _list_sides(options))
         common.warn_unused_groups(options, left, right)
-        found = diff_checkpoints(left, right, comm, how, rules=rules)
-    data = {"a": options.a, "b": options.b, "equal": found.equal, **list_fields(found)}
-    emit(options, data, to_text(found, everything=options.all))
-    return OK if found.equal else FAULT
+        difference = diff_checkpoints(left, right, comm, how, rules=rules)
+    data = {"a": options.a, "b": options.b, "equal": difference.equal, **list_fields(difference)}
+    emit(options, data, format_difference(difference, everything=options.all))
+    return OK if difference.equal else FAULT
 
 
 def _compare_settings(options: argparse.Namespace) -> int:
-    """Compare the ds_configs and hyper-parameters of two saves or files."""
+    """Compare ds_configs and hyper-parameters of saves or files; return the exit code."""
     from ..examine.settings import compare_configs, compare_hyper
     from ..examine.values import compare_values
 
@@ -120,25 +120,25 @@ def _open_settings(
     return index, config
 
 
-def to_text(found: Difference, *, everything: bool = False) -> list[str]:
-    """Write a difference, verdict first; without ``everything`` layers share lines."""
+def format_difference(difference: Difference, *, everything: bool = False) -> list[str]:
+    """Return a difference's lines, verdict first; layers share lines by default."""
     groups: dict[object, list[AtomDifference]] = {}
-    for atom in found.atoms:
-        key = (atom.name, atom.instance) if everything else _star(atom.label)
+    for atom in difference.atoms:
+        key = (atom.name, atom.instance) if everything else _replace_numbers(atom.label)
         groups.setdefault((key, atom.state, atom.kind), []).append(atom)
     rows = [_make_row(atoms) for atoms in groups.values()]
     shown = rows if everything else rows[:ROWS]
-    lines = [_conclude(found)]
-    lines += [f"note: {note}" for note in found.notes] + [f"unused: {rule}" for rule in found.unused]
+    lines = [_format_verdict(difference)]
+    lines += [f"note: {note}" for note in difference.notes] + [f"unused: {rule}" for rule in difference.unused]
     if shown:
         header = ("tensor", "state", "difference", "elements", "first at", "largest |Δ|", "relative")
         lines += format_table(shown, header, right=(3, 5, 6))
     if len(shown) < len(rows):
         lines.append(f"… {pluralize(len(rows) - len(shown), 'more line')}; --all shows all, --json too")
-    return [*lines, *map(_describe_value, found.values)]
+    return [*lines, *map(_describe_value, difference.values)]
 
 
-def _star(name: str) -> str:
+def _replace_numbers(name: str) -> str:
     """Replace numbers in a name by stars: ``layers.*.mlp.dense_4h_to_h.weight``."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
@@ -146,7 +146,7 @@ def _star(name: str) -> str:
 def _make_row(atoms: Sequence[AtomDifference]) -> tuple[str, ...]:
     worst = atoms[0]
     more = f", worst {worst.label}" if worst.kind == "values" else ""
-    name = worst.label if len(atoms) == 1 else f"{_star(worst.label)} ({len(atoms)}{more})"
+    name = worst.label if len(atoms) == 1 else f"{_replace_numbers(worst.label)} ({len(atoms)}{more})"
     dtypes = f" ({', '.join(worst.dtypes)})" if worst.dtypes[0] != worst.dtypes[1] else ""
     if worst.kind != "values":
         return (name, worst.state, (worst.text or worst.kind) + dtypes, "", "", "", "")
@@ -164,13 +164,13 @@ def _describe_value(value: ValueDifference) -> str:
     return f"{value.section} {value.key}: {value.left} ≠ {value.right}{where}"
 
 
-def _conclude(found: Difference) -> str:
-    compared = f"{pluralize(found.compared, 'tensor')} ({format_count(found.numel)} elements) compared"
-    if found.converted:
-        compared += f", {found.converted} of two dtypes by value"
-    if not found.atoms and not found.values:
+def _format_verdict(difference: Difference) -> str:
+    compared = f"{pluralize(difference.compared, 'tensor')} ({format_count(difference.numel)} elements) compared"
+    if difference.converted:
+        compared += f", {difference.converted} of two dtypes by value"
+    if not difference.atoms and not difference.values:
         return f"equal: {compared}"
-    counts = (len(found.atoms), "tensor"), (len(found.values), "other value")
+    counts = (len(difference.atoms), "tensor"), (len(difference.values), "other value")
     parts = [f"{pluralize(number, noun)} differ{'s' * (number == 1)}" for number, noun in counts if number]
-    verdict = f"equal within {found.tolerance:g}" if found.equal else "different"
+    verdict = f"equal within {difference.tolerance:g}" if difference.equal else "different"
     return f"{verdict}: {', '.join(parts)}; {compared}"

@@ -68,7 +68,7 @@ def load_command(name: str) -> ModuleType:
 
 
 def split_launcher_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split off ``--local_rank=N``, which ``deepspeed --no_python`` puts first."""
+    """Return the launcher's arguments (``--local_rank=N``, put first), and the others."""
     ours, launcher = list(argv), []
     while ours and ours[0].split("=")[0] in ("--local_rank", "--local-rank"):
         launcher.append(ours.pop(0))

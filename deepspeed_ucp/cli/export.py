@@ -27,7 +27,7 @@ DTYPES = {
     "stored": None,
 }
 
-_parse_size = common.make_parser(
+_parse_size = common.make_quantity_type(
     {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30},
     "a size such as 500MB, 5GB or 2GiB",
     whole=True,
@@ -68,7 +68,7 @@ def add_parser(commands: common.Commands) -> None:
     )
     parser.add_argument("--like", metavar="MODEL", help=text)
     parser.add_argument("--adapter", action="store_true", help="hf: write only an adapter, in PEFT's format")
-    parser.add_argument("--merge", action="store_true", help=argparse.SUPPRESS)  # refused by `_check`
+    parser.add_argument("--merge", action="store_true", help=argparse.SUPPRESS)  # refused by `_check_options`
     parser.add_argument("--adapter-name", metavar="NAME", help="name of the adapter (default: default)")
     text = "adapter_config.json, or its folder (default: the folder of the checkpoint, where trainers put it)"
     parser.add_argument("--adapter-config", metavar="PATH", help=text)
@@ -103,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
     from ..formats.foreign.names import CONFIG
     from ..io.store import exists
 
-    _check(options)
+    _check_options(options)
     with join_launch() as comm:
         only_weights = options.to == "hf" or options.weights_only
         _, index = common.open_index(options, options.checkpoint, options.also, comm, weights_only=only_weights)
@@ -123,7 +123,7 @@ def run(options: argparse.Namespace) -> int:
     return OK
 
 
-def _check(options: argparse.Namespace) -> None:
+def _check_options(options: argparse.Namespace) -> None:
     of_others = {"hf": ["weights_only", "layout"], "dcp": ["like", "adapter", "max_shard_size"]}
     if options.merge:
         raise ConfigError("--merge: export with --adapter, then merge the adapter with PEFT's merge_and_unload.")

@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     from ..comm import join_launch
     from ..formats.deepspeed.naming import Naming
     from ..formats.open import survey_checkpoint
-    from .contents import detail_parameter, list_contents, write_detail, write_summary
+    from .contents import detail_parameter, format_detail, format_summary, list_contents
 
     with join_launch() as comm:
         folder, *also = common.find_folders(options.checkpoint, options.also, comm)
@@ -63,9 +63,9 @@ def run(options: argparse.Namespace) -> int:
             data = list_contents(report, index, rules)
             if options.param is not None:
                 detail = detail_parameter(index, _pick_parameter(index, data["parameters"], options.param))
-                emit(options, detail, write_detail(detail))
+                emit(options, detail, format_detail(detail))
             else:
-                emit(options, data, write_summary(index, data, unfold=options.all))
+                emit(options, data, format_summary(index, data, unfold=options.all))
     return OK
 
 

@@ -72,21 +72,21 @@ def run(options: argparse.Namespace) -> int:
     rows.sort(key=lambda row: row.pop("age"), reverse=True)
     for row in rows:
         row["named_by"] = [name for name, tag in named.items() if (row["place"], row["tag"]) == (STORAGE, tag)]
-    emit(options, {"folder": folder, **named, "checkpoints": rows}, _write(rows, resumed))
+    emit(options, {"folder": folder, **named, "checkpoints": rows}, _format_report(rows, resumed))
     return OK if all(map(_is_usable, rows)) else FAULT
 
 
 def _is_usable(row: Row) -> bool:
-    """Return True unless the checkpoint is known to lack weights."""
+    """Return False if the checkpoint is known to lack more than optimizer states."""
     return row["whole"] is not False or row["weights_only"]
 
 
 def _list_stored(folder: str, *, required: bool) -> list[Row]:
     """List the checkpoints on storage; raise an error if a required one is missing."""
-    from ..examine.tags import find_saves, look_at_tag
+    from ..examine.tags import describe_tag, find_saves
 
     try:
-        saves = [look_at_tag(folder, path) for path in find_saves(folder)]
+        saves = [describe_tag(folder, path) for path in find_saves(folder)]
     except CheckpointError:
         if required:
             raise
@@ -95,7 +95,7 @@ def _list_stored(folder: str, *, required: bool) -> list[Row]:
 
 
 def _list_in_memory(memory: str, folder: str | None) -> list[Row]:
-    """List this node's saves of a folder in memory, or all in a user's folder of it."""
+    """List this node's saves of ``folder`` in memory; all in ``memory`` if it is None."""
     from ..saves.search import list_in_memory, open_memory
 
     try:
@@ -109,12 +109,12 @@ def _list_in_memory(memory: str, folder: str | None) -> list[Row]:
 
 def _describe_in_memory(save: HeldSave, folder: str | None) -> Row | None:
     """Describe a save in memory; None if its job has removed it meanwhile."""
-    from ..examine.tags import look_at_tag
+    from ..examine.tags import describe_tag
     from ..saves.memory import locate
 
     first, *others = save.parts
     try:
-        data = look_at_tag(first.folder, first.tag, [os.path.join(other.folder, other.tag) for other in others])
+        data = describe_tag(first.folder, first.tag, [os.path.join(other.folder, other.tag) for other in others])
     except (UcpError, OSError):
         if first.is_recorded():
             raise
@@ -136,7 +136,7 @@ def _describe_in_memory(save: HeldSave, folder: str | None) -> Row | None:
 
 
 def _mark_resumed(folder: str, in_memory: Sequence[Row], stored: Sequence[Row]) -> str:
-    """Mark the checkpoint that a resume from the folder takes; return a text about it."""
+    """Mark the checkpoint that a resume loads (``resume``); return a text about it."""
     from ..comm import Comm
     from ..load.tags import find_tag
 
@@ -159,7 +159,7 @@ def _mark_resumed(folder: str, in_memory: Sequence[Row], stored: Sequence[Row]) 
 
 
 def _read_name(folder: str, name: str) -> str | None:
-    """The tag that a file such as ``latest`` names; None if it is missing or invalid."""
+    """Return the tag that a file such as ``latest`` names; None if missing or invalid."""
     from ..formats.latest import read_tag
 
     try:
@@ -171,7 +171,7 @@ def _read_name(folder: str, name: str) -> str | None:
         return None
 
 
-def _write(rows: Sequence[Row], resumed: str) -> list[str]:
+def _format_report(rows: Sequence[Row], resumed: str) -> list[str]:
     broken = sum(not _is_usable(row) for row in rows)
     verdict = f"{pluralize(len(rows), 'checkpoint')}, {f'{broken} not complete' if broken else 'all complete'}"
     cells = []
@@ -194,11 +194,11 @@ def _write(rows: Sequence[Row], resumed: str) -> list[str]:
     lines = [f"{verdict}; {resumed}", "", *format_table(cells, header, right=(1, 4))]
     faults = [(row["tag"], *row["fault"].split("\n")) for row in rows if row["fault"]]
     notes = [f"{tag}: {first}{f' (and {len(more)} more)' if more else ''}" for tag, first, *more in faults]
-    notes += [f"{row['tag']}: {_write_memory(row)}" for row in rows if row["memory"]]
+    notes += [f"{row['tag']}: {_format_memory(row)}" for row in rows if row["memory"]]
     return [*lines, *([""] if notes else []), *notes]
 
 
-def _write_memory(row: Row) -> str:
+def _format_memory(row: Row) -> str:
     memory = row["memory"]
     text = f"in {row['folder']} on {memory['host']}, for {memory['save_dir']}"
     if memory["nodes"] > 1:

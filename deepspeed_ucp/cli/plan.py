@@ -29,10 +29,10 @@ _NEEDS = {
 """Option → options that need it."""
 
 _SUFFIXES = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
-_parse_count = common.make_parser(_SUFFIXES, "a number such as 70e9 or 175B", whole=True)
-_parse_ranks = common.make_parser({"": 1}, "a positive integer", whole=True)
-_parse_speed = common.make_parser({"": GIGA}, "a speed in GB/s")
-_parse_time = common.make_parser({"D": 86400, "H": 3600, "M": 60, "S": 1}, "a time such as 8h, 30m or 1h30m")
+_parse_count = common.make_quantity_type(_SUFFIXES, "a number such as 70e9 or 175B", whole=True)
+_parse_ranks = common.make_quantity_type({"": 1}, "a positive integer", whole=True)
+_parse_speed = common.make_quantity_type({"": GIGA}, "a speed in GB/s")
+_parse_time = common.make_quantity_type({"D": 86400, "H": 3600, "M": 60, "S": 1}, "a time such as 8h, 30m or 1h30m")
 
 
 def add_parser(commands: common.Commands) -> None:

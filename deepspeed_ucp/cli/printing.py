@@ -53,7 +53,7 @@ def find_rank() -> int:
 
 
 def emit(options: argparse.Namespace, data: Mapping[str, Any], lines: Iterable[str]) -> None:
-    """Print ``data`` under ``--json``, else ``lines``, at once and on rank 0 only.
+    """Print ``data`` if ``--json`` is given, else ``lines``; on rank 0 only, flushed.
 
     Raises:
         StorageError: stdout cannot be written.
@@ -136,7 +136,7 @@ def print_message(text: str) -> None:
 
 def format_bytes(nbytes: float) -> str:
     """Format bytes in binary units with three digits: ``512 B``, ``1.50 GiB``."""
-    return _scale(nbytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+    return _format_scaled(nbytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
 
 
 def format_both(nbytes: int) -> str:
@@ -146,10 +146,10 @@ def format_both(nbytes: int) -> str:
 
 def format_count(count: float) -> str:
     """Format a count with three digits: ``512``, ``304 M``, ``1.02 T``."""
-    return _scale(count, 1000, ("", "k", "M", "G", "T", "P")).rstrip()
+    return _format_scaled(count, 1000, ("", "k", "M", "G", "T", "P")).rstrip()
 
 
-def _scale(value: float, base: int, units: Sequence[str]) -> str:
+def _format_scaled(value: float, base: int, units: Sequence[str]) -> str:
     at = 0
     while at + 1 < len(units) and abs(value) >= base - 0.5:
         value, at = value / base, at + 1

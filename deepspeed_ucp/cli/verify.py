@@ -58,8 +58,8 @@ def run(options: argparse.Namespace) -> int:
     with join_launch() as comm:
         folder, *also = common.find_folders(options.checkpoint, options.also, comm)
         if options.seal:
-            comm.once(lambda: _refuse_seal(folder))
-        found = verify_checkpoint(
+            comm.once(lambda: _check_sealable(folder))
+        result = verify_checkpoint(
             folder,
             comm,
             how,
@@ -68,16 +68,16 @@ def run(options: argparse.Namespace) -> int:
             groups=comm.run(lambda: common.read_groups(options.groups)),
             against=options.against,
         )
-        if options.seal and found.whole:
+        if options.seal and result.whole:
             seal_folder(folder, comm)
             if not options.quiet and not comm.rank:
                 print_message(f"ds_ucp: wrote {os.path.join(folder, SEAL)}")
-    sums = {"whole": found.whole, "nbytes": found.nbytes, "unchecked": found.unchecked}
-    emit(options, {**list_fields(found), **sums}, _to_text(found, headers_only=options.headers_only))
-    return OK if found.whole else FAULT
+    sums = {"whole": result.whole, "nbytes": result.nbytes, "unchecked": result.unchecked}
+    emit(options, {**list_fields(result), **sums}, _format_report(result, headers_only=options.headers_only))
+    return OK if result.whole else FAULT
 
 
-def _refuse_seal(folder: str) -> None:
+def _check_sealable(folder: str) -> None:
     from ..formats.deepspeed.files import find_foreign_format, holds_atoms, list_entries
 
     entries = list_entries(folder)
@@ -85,36 +85,36 @@ def _refuse_seal(folder: str) -> None:
         raise ConfigError(f"--seal: {folder} is no normal checkpoint, and only these have seals. Remove --seal.")
 
 
-def _to_text(found: Verification, *, headers_only: bool) -> list[str]:
+def _format_report(result: Verification, *, headers_only: bool) -> list[str]:
     from ..formats.findings import fold_findings
 
-    rate = format_bytes(found.read / max(found.seconds, 1e-9))
-    read = f"{format_bytes(found.read)} read in {format_duration(found.seconds)} ({rate}/s)"
+    rate = format_bytes(result.read / max(result.seconds, 1e-9))
+    read = f"{format_bytes(result.read)} read in {format_duration(result.seconds)} ({rate}/s)"
     lines = [
-        f"{found.folder}: {_conclude(found, headers_only=headers_only)}",
-        f"{found.kind} checkpoint{f', {found.topology}' if found.topology else ''}",
-        f"{pluralize(len(found.files), 'file')}, {pluralize(sum(file.records for file in found.files), 'record')}, "
-        f"{format_bytes(found.nbytes)}; {'only headers were read' if headers_only else read}",
+        f"{result.folder}: {_format_verdict(result, headers_only=headers_only)}",
+        f"{result.kind} checkpoint{f', {result.topology}' if result.topology else ''}",
+        f"{pluralize(len(result.files), 'file')}, {pluralize(sum(file.records for file in result.files), 'record')}, "
+        f"{format_bytes(result.nbytes)}; {'only headers were read' if headers_only else read}",
     ]
-    if found.fingerprint.get("digest"):
-        lines.append(f"source: {found.fingerprint['digest']}")
-    if found.others:
-        lines.append(f"{pluralize(len(found.others), 'other file')} not looked into")
-    faults = fold_findings(found.faults)
-    return [*lines, *(f"{'warning' if each.warning else 'FAULT'} [{each.kind}] {each.text}" for each in faults)]
+    if result.fingerprint.get("digest"):
+        lines.append(f"source: {result.fingerprint['digest']}")
+    if result.others:
+        lines.append(f"{pluralize(len(result.others), 'other file')} not looked into")
+    faults = fold_findings(result.faults)
+    return [*lines, *(f"{'warning' if fault.warning else 'FAULT'} [{fault.kind}] {fault.text}" for fault in faults)]
 
 
-def _conclude(found: Verification, *, headers_only: bool) -> str:
-    """Write the verdict: the number of faults, or the extent of compared checksums."""
-    warnings = sum(fault.warning for fault in found.faults)
-    if not found.whole:
-        text = pluralize(len(found.faults) - warnings, "fault")
+def _format_verdict(result: Verification, *, headers_only: bool) -> str:
+    """Return the verdict: the number of faults, or the extent of compared checksums."""
+    warnings = sum(fault.warning for fault in result.faults)
+    if not result.whole:
+        text = pluralize(len(result.faults) - warnings, "fault")
     elif headers_only:
         text = "complete by names, sizes and headers; checksums were not compared"
-    elif not any(file.checked for file in found.files):
+    elif not any(file.checked for file in result.files):
         text = "complete by names and sizes; no checksums to compare"
-    elif found.unchecked:
-        text = f"complete; {format_bytes(found.unchecked)} have no checksums to compare, the rest matches"
+    elif result.unchecked:
+        text = f"complete; {format_bytes(result.unchecked)} have no checksums to compare, the rest matches"
     else:
         text = "complete, all checksums match"
     return f"{text} ({pluralize(warnings, 'warning')})" if warnings else text

@@ -78,10 +78,10 @@ def parse_degrees(text: str, source: Topology, *, world: int | None = None) -> D
             advice = listed if key in _KEYS else advise(key, _KEYS, listed)
             raise ConfigError(f"--target: {item!r} in {text!r} is not understood. {advice}")
         given[key] = value
-    asked = given.pop("precision", source.precision)
-    precision = _PRECISIONS.get(asked, asked)
+    wanted = given.pop("precision", source.precision)
+    precision = _PRECISIONS.get(wanted, wanted)
     if precision not in _PRECISIONS.values():
-        raise ConfigError(f"--target: precision {asked!r} cannot be planned. {advise(asked, _PRECISIONS)}")
+        raise ConfigError(f"--target: precision {wanted!r} cannot be planned. {advise(wanted, _PRECISIONS)}")
     numbers = {key: _parse_number(key, value) for key, value in given.items()}
     zero, dp = numbers.pop("zero", source.zero_stage), numbers.pop("dp", None)
     wrapper = _choose_wrapper(zero, precision, numbers.get("pp", 1), source)

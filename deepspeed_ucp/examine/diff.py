@@ -38,7 +38,7 @@ class Tally:
     """The result of comparing elements.
 
     Attributes:
-        first: position of the first that differs; -1 if none does.
+        first: position of the first different element; -1 if none differs.
         largest: largest absolute difference; inf if one side is not finite.
         relative: largest of |a - b| / max(|a|, |b|).
     """
@@ -94,7 +94,7 @@ class AtomDifference:
         return str(ParamKey(self.name, self.instance))
 
     def is_within(self, tolerance: float) -> bool:
-        """Return whether only values differ, by at most ``tolerance``."""
+        """Return True if only values differ, by at most a positive ``tolerance``."""
         return self.kind == "values" and tolerance > 0 and max(self.tally.largest, self.padding.largest) <= tolerance
 
 
@@ -140,7 +140,7 @@ class DiffOptions(WorkOptions):
     window: int = 64 << 20
 
     def wants(self, name: str, state: str = "") -> bool:
-        """Return True if an atom (or a parameter, without ``state``) is compared."""
+        """Return True if an atom (or without ``state`` a parameter) is to be compared."""
         is_in_states = not state or not self.states or state in self.states
         return is_in_states and compile_regex(self.only, "--only").search(name) is not None
 
@@ -199,7 +199,7 @@ def _compare_share(
 
     def consume(batch: Batch, sides: Sequence[list[memoryview]], checks: list[Checked], scratch: Scratch) -> None:
         for span, mine, theirs in zip(batch.ranges, *sides, strict=True):
-            tallies.append((span.output, _tally(pairs[span.output], span, mine, theirs)))
+            tallies.append((span.output, _compare_range(pairs[span.output], span, mine, theirs)))
 
     with AtomReader(left, checksum=False) as first, AtomReader(right, checksum=False) as second:
         sources = [(first, [pair.left for pair in pairs]), (second, [pair.right for pair in pairs])]
@@ -248,9 +248,9 @@ def _compare_rest(
     return values, notes
 
 
-def _tally(pair: Pair, span: Range, mine: memoryview, theirs: memoryview) -> tuple[Tally, Tally]:
-    """Compare a range without and in padding rows."""
-    border = min(max(pair.meaning - span.start, 0), span.numel)
+def _compare_range(pair: Pair, span: Range, mine: memoryview, theirs: memoryview) -> tuple[Tally, Tally]:
+    """Compare a range; return the results outside and inside of padding rows."""
+    border = min(max(pair.unpadded_numel - span.start, 0), span.numel)
     tallies = []
     for low, high in ((0, border), (border, span.numel)):
         first = mine[low * pair.left.itemsize : high * pair.left.itemsize]
@@ -261,23 +261,23 @@ def _tally(pair: Pair, span: Range, mine: memoryview, theirs: memoryview) -> tup
 
 
 def _list_differences(pairs: Pairs, tallies: Tallies) -> tuple[AtomDifference, ...]:
-    differences = [_describe(atom, "only in A") for atom in pairs.only_left]
-    differences += [_describe(atom, "only in B") for atom in pairs.only_right]
-    differences += [_describe(atom, "shape", text=text) for atom, text in pairs.shapes]
+    differences = [_report_atom(atom, "only in A") for atom in pairs.only_left]
+    differences += [_report_atom(atom, "only in B") for atom in pairs.only_right]
+    differences += [_report_atom(atom, "shape", text=text) for atom, text in pairs.shapes]
     for number, (values, padding) in tallies.items():
         if values.differing or padding.differing:
             pair = pairs.both[number]
             index, shard = pair.locate(values.first if values.differing else padding.first)
-            difference = _describe(pair.left.atom, "values", tally=values, padding=padding, index=index, shard=shard)
+            difference = _report_atom(pair.left.atom, "values", tally=values, padding=padding, index=index, shard=shard)
             differences.append(replace(difference, dtypes=(pair.left.dtype, pair.right.dtype)))
-    return tuple(sorted(differences, key=_rate))
+    return tuple(sorted(differences, key=_make_sort_key))
 
 
-def _describe(atom: Atom, kind: str, **more: Any) -> AtomDifference:
+def _report_atom(atom: Atom, kind: str, **more: Any) -> AtomDifference:
     return AtomDifference(atom.name, atom.state, kind, (atom.dtype, atom.dtype), instance=atom.instance, **more)
 
 
-def _rate(atom: AtomDifference) -> tuple[bool, float, int, list[str | int], str]:
+def _make_sort_key(atom: AtomDifference) -> tuple[bool, float, int, list[str | int], str]:
     """Return a sort key: incomparable atoms, then the largest difference, then names."""
     parts = [int(part) if at % 2 else part for at, part in enumerate(re.split(r"(\d{1,18})", atom.name))]
     return atom.kind == "values", -atom.tally.largest, -atom.tally.differing, parts, atom.state

@@ -25,15 +25,15 @@ class Pair:
     """One logical atom of two checkpoints.
 
     Attributes:
-        left, right: full tensors of A and B. With ``kept`` both are concatenated shards.
+        left, right: full tensors of A and B. With ``shard_shapes`` both are concatenated shards.
         vocab: rows of a vocabulary without padding; None without known padding.
-        kept: local shapes by tensor-parallel rank, if both sides are cut alike by an unknown pattern.
+        shard_shapes: local shapes by tensor-parallel rank, if both sides are cut alike by an unknown pattern.
     """
 
     left: FullTensor
     right: FullTensor
     vocab: int | None = None
-    kept: tuple[Shape, ...] = ()
+    shard_shapes: tuple[Shape, ...] = ()
 
     @property
     def rounded_to(self) -> str:
@@ -50,13 +50,13 @@ class Pair:
         return rows * count(shape[1:])
 
     @property
-    def meaning(self) -> int:
+    def unpadded_numel(self) -> int:
         """Number of common elements before the padding."""
         return self.numel if self.vocab is None else min(self.vocab * count(self.left.shape[1:]), self.numel)
 
     def locate(self, position: int) -> tuple[tuple[int, ...], int | None]:
-        """Return an element's logical index; with ``kept``, its index in a shard and rank."""
-        for rank, shape in enumerate(self.kept):
+        """Return an element's logical index, or its index in a shard and the shard's rank."""
+        for rank, shape in enumerate(self.shard_shapes):
             if position < count(shape):
                 return _find_index(position, shape), rank
             position -= count(shape)
@@ -90,7 +90,7 @@ class Pairs:
 def pair_atoms(
     left: AtomicIndex, right: AtomicIndex, rules: Sequence[RuleSet], wanted: Callable[[str, str], bool]
 ) -> Pairs:
-    """Bring the atoms of two checkpoints together by name and state.
+    """Pair the atoms of two checkpoints by name and state.
 
     Copies of parameters that have a master are left out. An instance that only one side has is compared with the other
     side's first one, and a parameter that is tied on one side with its owner. If one side has no masters, its weights
@@ -100,79 +100,79 @@ def pair_atoms(
     rules = [replace(rule, resizes=()) for rule in rules]  # another shape is a difference
     renamed = apply_renames(left, list_shapes(right), rules, right.aliases)
     names = {old: new for new, old in renamed.items()}
-    weights = left.is_weights_alone or right.is_weights_alone
-    mine, theirs = _list_atoms(left, weights), _list_atoms(right, weights)
-    lacks = any(all(key.state != MASTER for key in atoms) for atoms in (mine, theirs))
-    keys = _match(mine, theirs, left, right, names, lacks)
-    met = {a for a, _ in keys}, {b for _, b in keys}
-    chosen = _choose(mine, left, wanted, lacks), _choose(theirs, right, wanted, lacks)
+    weights_alone = left.is_weights_alone or right.is_weights_alone
+    mine, theirs = _list_atoms(left, weights_alone), _list_atoms(right, weights_alone)
+    lacks_masters = any(all(key.state != MASTER for key in atoms) for atoms in (mine, theirs))
+    keys = _match_atoms(mine, theirs, left, right, names, lacks_masters)
+    paired = {a for a, _ in keys}, {b for _, b in keys}
+    chosen = _select_wanted(mine, left, wanted, lacks_masters), _select_wanted(theirs, right, wanted, lacks_masters)
     keys = [(a, b) for a, b in keys if a in chosen[0] or b in chosen[1]]
     first = dict(reversed(keys))  # a tensor of A that is tied may be two tensors in B, even of two shapes
-    odd = dict.fromkeys((a, b) for a, b in keys if _local(theirs[b]) != _local(theirs[first[a]]))
-    keys = [pair for pair in keys if pair not in odd]
+    mismatched = dict.fromkeys((a, b) for a, b in keys if _list_shapes(theirs[b]) != _list_shapes(theirs[first[a]]))
+    keys = [pair for pair in keys if pair not in mismatched]
     settled = _settle_both(left, right, keys, rules)
     layouts, both = settled.pairs, []
     for a, b in keys:
         if a.name not in settled.wrong:
             (have, want), pattern = layouts[a.name], settled.patterns[a.name]
-            kept = have.local_shapes if isinstance(pattern, SameShards) else ()
+            shapes = have.local_shapes if isinstance(pattern, SameShards) else ()
             both.append(
-                Pair(assemble_full_tensor(mine[a], have), assemble_full_tensor(theirs[b], want), pattern.vocab, kept)
+                Pair(assemble_full_tensor(mine[a], have), assemble_full_tensor(theirs[b], want), pattern.vocab, shapes)
             )
     return Pairs(
         both=both,
-        only_left=[mine[key] for key in chosen[0] if key not in met[0]],
-        only_right=[theirs[key] for key in chosen[1] if key not in met[1]],
+        only_left=[mine[key] for key in chosen[0] if key not in paired[0]],
+        only_right=[theirs[key] for key in chosen[1] if key not in paired[1]],
         shapes=[
             *((mine[a], settled.wrong[a.name]) for a, _ in keys if a.name in settled.wrong),
-            *((theirs[b], f"another shape than {a.param}, to which A ties it") for a, b in odd),
+            *((theirs[b], f"another shape than {a.param}, to which A ties it") for a, b in mismatched),
         ],
         names=names,
         unused=settled.unused,
     )
 
 
-def _list_atoms(index: AtomicIndex, weights: bool) -> dict[AtomKey, Atom]:
-    kept = (key for key in index.atoms if not is_remade(key, index) and (key.state in WEIGHTS or not weights))
-    return {key: index.atoms[key] for key in kept}
+def _list_atoms(index: AtomicIndex, weights_alone: bool) -> dict[AtomKey, Atom]:
+    keys = (key for key in index.atoms if not is_remade(key, index) and (key.state in WEIGHTS or not weights_alone))
+    return {key: index.atoms[key] for key in keys}
 
 
-def _choose(
-    keys: Iterable[AtomKey], index: AtomicIndex, wanted: Callable[[str, str], bool], lacks: bool
+def _select_wanted(
+    keys: Iterable[AtomKey], index: AtomicIndex, wanted: Callable[[str, str], bool], lacks_masters: bool
 ) -> dict[AtomKey, None]:
-    """Return the wanted atoms in order; ``lacks``: one side has no masters."""
+    """Return the wanted atoms; ``lacks_masters``: one of the sides has no masters."""
     names: dict[str, list[str]] = {}
     for alias, owner in index.aliases.items():
         names.setdefault(owner, []).append(alias)
 
     def is_wanted(key: AtomKey) -> bool:
-        states = WEIGHTS if lacks and key.state in WEIGHTS else (key.state,)
+        states = WEIGHTS if lacks_masters and key.state in WEIGHTS else (key.state,)
         return any(wanted(name, state) for name in (key.name, *names.get(key.name, ())) for state in states)
 
     return dict.fromkeys(filter(is_wanted, keys))
 
 
-def _match(
+def _match_atoms(
     mine: Mapping[AtomKey, Atom],
     theirs: Mapping[AtomKey, Atom],
     left: AtomicIndex,
     right: AtomicIndex,
     names: Mapping[str, str],
-    lacks: bool,
+    lacks_masters: bool,
 ) -> list[tuple[AtomKey, AtomKey]]:
     back = {new: old for old, new in names.items()}
-    partners = [(key, partner) for key in mine if (partner := _find_partner(key, right, names, theirs, lacks))]
-    met = {partner for _, partner in partners}
-    others = [(_find_partner(key, left, back, mine, lacks), key) for key in theirs if key not in met]
+    partners = [(key, partner) for key in mine if (partner := _find_partner(key, right, names, theirs, lacks_masters))]
+    paired = {partner for _, partner in partners}
+    others = [(_find_partner(key, left, back, mine, lacks_masters), key) for key in theirs if key not in paired]
     return [*partners, *((partner, key) for partner, key in others if partner)]
 
 
 def _find_partner(
-    key: AtomKey, index: AtomicIndex, names: Mapping[str, str], atoms: Mapping[AtomKey, Atom], lacks: bool
+    key: AtomKey, index: AtomicIndex, names: Mapping[str, str], atoms: Mapping[AtomKey, Atom], lacks_masters: bool
 ) -> AtomKey | None:
     partners = list_partners(key.param, index, names)
     is_tied_there = partners[-1] != partners[1]  # FSDP saves a tied tensor twice, the second time without states
-    is_any = key.state in WEIGHTS if lacks else key.state == MODULE and is_tied_there
+    is_any = key.state in WEIGHTS if lacks_masters else key.state == MODULE and is_tied_there
     states = WEIGHTS if is_any else (key.state,)
     keys = (AtomKey(param.name, state, param.instance) for param in partners for state in states)
     return next((candidate for candidate in keys if candidate in atoms), None)
@@ -187,10 +187,10 @@ def list_partners(param: ParamKey, index: AtomicIndex, names: Mapping[str, str])
 def _settle_both(
     left: AtomicIndex, right: AtomicIndex, keys: Iterable[tuple[AtomKey, AtomKey]], rules: Sequence[RuleSet]
 ) -> Settled:
-    """Settle both sides' layouts by A's names; ``wrong`` has different logical shapes."""
+    """Settle both layouts by A's names; ``wrong`` describes different logical shapes."""
     keys = sorted(keys, key=lambda pair: _RANKS.get(pair[0].state, 1))  # weights determine the shapes
-    source = {a.name: _local(left.atoms[a]) for a, _ in keys}
-    target = {a.name: _local(right.atoms[b]) for a, b in keys}
+    source = {a.name: _list_shapes(left.atoms[a]) for a, _ in keys}
+    target = {a.name: _list_shapes(right.atoms[b]) for a, b in keys}
     theirs = [replace(rule, by="target") for rule in order_rules(right, ())]
     both = [*order_rules(left, rules), *theirs]
     settled = settle(sorted(source), source, target, both, left.hints, sides=("A", "B"))
@@ -203,7 +203,7 @@ def _settle_both(
 _RANKS = {MASTER: 3, MODULE: 2, COPY: 0}
 
 
-def _local(atom: Atom) -> tuple[Shape, ...]:
+def _list_shapes(atom: Atom) -> tuple[Shape, ...]:
     return tuple(shard.shape for shard in atom.shards)
 
 
@@ -225,7 +225,7 @@ def _compare_shapes(
 
 
 def _refine(refined: Settled, source: Shapes, target: Shapes, index: AtomicIndex, rules: Sequence[RuleSet]) -> None:
-    """Settle patterns of equally cut parameters, to locate elements and padding rows."""
+    """Settle equally cut parameters, in place, to locate elements and padding rows."""
     alike = [name for name in refined.layouts if source[name] == target[name] and name not in index.buffers]
     names = [
         name for name in alike if isinstance(refined.patterns[name], SameShards) or refined.patterns[name].vocab is None

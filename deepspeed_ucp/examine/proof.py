@@ -16,7 +16,7 @@ from ..torchsave.records import FileRecords
 
 
 def read_proof(path: str, *, of_source: bool) -> Seal:
-    """Read a seal, or a manifest's: of its files, or of its source's (``of_source``)."""
+    """Read a seal, or a manifest's seal: of its files or its source's (``of_source``)."""
     try:
         seal = read_seal(path)
         return make_seal(parse_index(seal, path)) if of_source and seal.is_manifest else seal
@@ -33,7 +33,7 @@ def read_proof(path: str, *, of_source: bool) -> Seal:
 def compare_proofs(
     against: str | None, report: FolderReport, sizes: Mapping[str, int], listed: Mapping[str, FileRecords], comm: Comm
 ) -> list[Finding]:
-    """Find files that do not match a proof or the folder's manifest (collective).
+    """Find files that do not match a seal or manifest (collective).
 
     Damaged bytes are found when records are read.
 
@@ -49,7 +49,7 @@ def compare_proofs(
         named = comm.once(lambda: read_proof(against, of_source=not report.atomic))
         proofs |= {} if named in proofs.values() else {against: named}
     known = {finding.file for finding in report.findings if finding.kind in ("leftover", "missing", "seal")}
-    found = [
+    faults = [
         compare_file(report.folder, name, file.size, file.header_crc, proof, against=path)
         for path, proof in proofs.items()
         for name, file in listed.items()
@@ -58,10 +58,10 @@ def compare_proofs(
     proven = {name: path or MANIFEST for path, proof in proofs.items() for name in proof.files}
     for name in sorted(proven.keys() - sizes.keys() - known) if comm.rank == 0 else ():
         path = os.path.join(report.folder, name)
-        found.append(Finding("missing", name, f"{path} is missing, but {proven[name]} lists it."))
+        faults.append(Finding("missing", name, f"{path} is missing, but {proven[name]} lists it."))
     if report.manifest:
-        found += _compare_atoms(report.manifest, {n: file for n, file in listed.items() if n not in known})
-    return [fault for fault in found if fault]
+        faults += _compare_atoms(report.manifest, {n: file for n, file in listed.items() if n not in known})
+    return [fault for fault in faults if fault]
 
 
 def _compare_atoms(manifest: Manifest, listed: Mapping[str, FileRecords]) -> Iterator[Finding]:

@@ -57,7 +57,7 @@ class ResumeCheck:
 def check_resume(
     index: AtomicIndex, degrees: Degrees, rules: Sequence[RuleSet] = (), *, train_batch: int | None = None
 ) -> ResumeCheck:
-    """Check a resume as a load does; ``train_batch`` replaces ``train_batch_size``."""
+    """Check a resume like a load; ``train_batch`` replaces the saved batch size."""
     files = index.files
     check = ResumeCheck(degrees, files=len(files), checkpoint=sum(file.size for file in files))
     saved, objections = replace(index.topology, flats=()), Objections()
@@ -91,7 +91,7 @@ def _check_load(
     rules: Sequence[RuleSet],
     objections: Objections,
 ) -> None:
-    """Collect the objections of a load, in its order, and measure its reads."""
+    """Collect a load's objections, in its order, and complete the check."""
     with objections:
         settling.refuse_unreadable(index)
     with objections:
@@ -103,11 +103,11 @@ def _check_load(
     with objections:
         names = dict.fromkeys(key.name for key in named.atoms if key.state in (MASTER, MODULE))
         local, layouts = _settle(index, {name: renamed.get(name, name) for name in names}, rules, check)
-        _measure(named, names, local, layouts, check)
+        _add_reads(named, names, local, layouts, check)
 
 
-def _measure(index: AtomicIndex, names: Iterable[str], local: Shapes, layouts: Layouts, check: ResumeCheck) -> None:
-    """Plan the wants of tensor-parallel ranks, not divided by ZeRO and pipelines."""
+def _add_reads(index: AtomicIndex, names: Iterable[str], local: Shapes, layouts: Layouts, check: ResumeCheck) -> None:
+    """Set ``state`` and ``read`` of the check, from the wants of whole stages' ranks."""
     touched: dict[AtomKey, None] = {}
     records: set[int] = set()
     for stage in range(2 if check.degrees.pp > 1 else 1):  # tied modules: the first and the last stage have a copy
@@ -125,7 +125,7 @@ def _measure(index: AtomicIndex, names: Iterable[str], local: Shapes, layouts: L
 def _settle(
     index: AtomicIndex, saved: Mapping[str, str], rules: Sequence[RuleSet], check: ResumeCheck
 ) -> tuple[Shapes, Layouts]:
-    """Return local shapes by rank, and layouts; ``saved``: target's → saved name."""
+    """Return target shapes by rank, and layouts; ``saved``: target's → saved name."""
     tp = check.degrees.tp
     if index.topology.tp == tp == 1:
         weights = settling.list_weights(index)

@@ -34,7 +34,7 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def compare_configs(left: Mapping[str, Any], right: Mapping[str, Any]) -> tuple[list[ValueDifference], list[str]]:
-    """Compare two ds_configs by path; return differences and notes."""
+    """Compare two ds_configs key by key; return differences, and notes on \"auto\"."""
     differences, notes = [], []
     for path, *values in differ_in_keys(dict(_flatten(left)), dict(_flatten(right))):
         a, b = (describe_value(path, value) for value in values)

@@ -50,7 +50,7 @@ def count_state(index: AtomicIndex, degrees: Degrees) -> tuple[int, int]:
 
 
 def measure_save(states: int, weights: int, degrees: Degrees, per_node: int) -> tuple[int, int]:
-    """Return the most bytes of a save on one node, and the number of nodes."""
+    """Return the bytes of a save on the node with most, and the number of nodes."""
     world, tp = degrees.world, degrees.tp
     cut, whole = (states, weights) if degrees.traits.is_cut else (0, states + weights)
     if degrees.zero == 3:
@@ -66,7 +66,7 @@ def measure_save(states: int, weights: int, degrees: Degrees, per_node: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class SaveWay:
-    """A way to save, and one kind of failure; times in seconds.
+    """A way to save, judged for one kind of failure; times in seconds.
 
     Attributes:
         leaves: newest save that such a failure leaves.
@@ -85,7 +85,7 @@ class SaveWay:
 
 
 def judge_interval(way: SaveWay, seconds: float, mtbf: float) -> tuple[float, float]:
-    """Compute the exact cost of ``seconds`` between two saves (Poisson failures).
+    """Return gain and loss of a save every ``seconds`` of training (Poisson failures).
 
     Of X seconds between two failures the k-th safe save takes ``restart + k · seconds + (k - 1) · stall + safe``. X is
     exponential: the sum over k of the probabilities that X is longer is a geometric series. If a save is safe as soon
@@ -139,8 +139,8 @@ def list_ways(
     stall = copied if stall is None else stall
     in_memory = max(stall, copied)
     least = max(written, sent, in_memory) - stall
-    own = SaveWay("to memory", "the node's memory", stall, in_memory, restart + copied, least)
-    neighbour = replace(own, leaves="a neighbour's memory", safe=in_memory + sent, restart=own.restart + sent)
-    stored = replace(own, leaves="the storage", safe=in_memory + written, restart=restart + loaded)
+    local = SaveWay("to memory", "the node's memory", stall, in_memory, restart + copied, least)
+    neighbour = replace(local, leaves="a neighbour's memory", safe=in_memory + sent, restart=local.restart + sent)
+    stored = replace(local, leaves="the storage", safe=in_memory + written, restart=restart + loaded)
     deepspeed = SaveWay("DeepSpeed's own", "the storage", written, written, restart + loaded)
-    return [deepspeed, stored, *([neighbour] if network else []), own]
+    return [deepspeed, stored, *([neighbour] if network else []), local]

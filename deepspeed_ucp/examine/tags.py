@@ -22,7 +22,7 @@ logger = logging.getLogger("deepspeed_ucp")
 
 
 def find_saves(folder: str) -> list[str]:
-    """Return relative paths of checkpoints in a folder and its subfolders."""
+    """Return relative paths of the checkpoints in a folder and its direct subfolders."""
     if is_checkpoint(folder):
         return ["."]
     saves = find_tags(folder) or ["."] * holds_foreign(folder)
@@ -36,14 +36,14 @@ def find_saves(folder: str) -> list[str]:
     return saves or [os.path.relpath(find_checkpoint(folder), folder)]  # raises, and describes the folder
 
 
-def look_at_tag(folder: str, path: str, also: Sequence[str] = ()) -> dict[str, Any]:
+def describe_tag(folder: str, path: str, also: Sequence[str] = ()) -> dict[str, Any]:
     """Describe a tag by its headers, as data for ``ds_ucp list --json``.
 
     Returns:
         The row, with ``age`` as sort key. ``weights_only``: it lacks only the optimizer states, and all of them.
 
     Raises:
-        CheckpointError, OSError: it cannot be listed.
+        CheckpointError, OSError: the tag's folder cannot be listed.
     """
     where = folder if path == "." else os.path.join(folder, path)
     trees = [list_tree(path) for path in (*also, where)]  # before any file is read
@@ -62,7 +62,7 @@ def look_at_tag(folder: str, path: str, also: Sequence[str] = ()) -> dict[str, A
         times = (entry.changed for entry in files.values())
         age = Age(index.counters.get("global_steps", -1), False, max(times, default=0.0))
     weights_only = index is not None and not fault and index.topology.wrapper == STATELESS
-    text = index.stateless if index and weights_only else str(fault or _find_cut_short(os.path.dirname(where)))
+    text = index.stateless if index and weights_only else str(fault or _describe_unfinished(os.path.dirname(where)))
     return {
         "age": age,
         "tag": path,
@@ -79,8 +79,8 @@ def look_at_tag(folder: str, path: str, also: Sequence[str] = ()) -> dict[str, A
     }
 
 
-def _find_cut_short(folder: str) -> str:
-    """Return a fault if a Trainer's save is unfinished, else an empty string."""
+def _describe_unfinished(folder: str) -> str:
+    """Describe the fault of an unfinished save of a Trainer; empty if there is none."""
     names = scan_if_there(folder)
     is_cut = any(name == "scheduler.pt" or name.startswith("rng_state") for name in names)
     if is_cut and TRAINER_STATE not in names:

@@ -51,7 +51,7 @@ class ValueDifference:
 
     Attributes:
         section: ``scalar``, ``hyper-parameter``, ``counter``, ``scaler``, ``clipping`` or ``client``.
-        key: which; a path with dots in the client state.
+        key: name of the value; a path with dots in the client state.
         left, right: values of A and B; ``ABSENT`` if missing.
     """
 
@@ -130,8 +130,8 @@ def _compare_other_clients(
     for rank in range(1, tp * pp if right.written_degrees == (tp, pp) else 1):
         paths = find_state_file(left, rank), find_state_file(right, rank)
         if paths[0] and paths[1]:
-            found, _ = _compare_clients(read_header(paths[0]), read_header(paths[1]))
-            yield from (replace(each, key=f"{each.key} (mp rank {rank})") for each in found if each not in known)
+            differences, _ = _compare_clients(read_header(paths[0]), read_header(paths[1]))
+            yield from (replace(new, key=f"{new.key} (mp rank {rank})") for new in differences if new not in known)
 
 
 def is_same(left: Any, right: Any) -> bool:
@@ -170,7 +170,7 @@ def _list_hyper(index: AtomicIndex) -> dict[ParamKey, dict[str, Any]]:
 
 
 def _is_scaling(scaler: Mapping[str, Any]) -> bool:
-    """Return False for a static scale of 1."""
+    """Return True if losses are scaled: not by a static scale of 1."""
     return bool(scaler) and (bool(scaler.get("dynamic")) or scaler.get("cur_scale", 1) != 1)
 
 
@@ -192,7 +192,7 @@ def _compare_clients(left: TorchFile, right: TorchFile) -> tuple[list[ValueDiffe
 
 
 def _select_client(file: TorchFile) -> dict[Any, Any]:
-    """Return the entries of a state file that the index lacks, and extra states."""
+    """Return a state file's entries that the index lacks, and modules' extra states."""
     tree = file.tree if isinstance(file.tree, dict) else {}
     extra = {f"module.{name}": state for name, state in select_extra_states(tree).items()}
     return {key: value for key, value in tree.items() if key not in _MODEL} | extra
@@ -210,7 +210,7 @@ def _differ_in_trees(
         path, a, b = todo.pop()
         parts = _pair_parts(path, a, b)
         if isinstance(a, TensorRef) and isinstance(b, TensorRef):
-            if (other := _find_other(left, a, right, b)) is not None:
+            if (other := _describe_other(left, a, right, b)) is not None:
                 yield path, _shorten(a), other
         elif parts is None:
             if isinstance(a, PickledObject | TensorRef) or not is_same(a, b):
@@ -223,7 +223,7 @@ def _differ_in_trees(
 def _pair_parts(path: str, left: Any, right: Any) -> list[tuple[str, Any, Any]] | None:
     """Return pairs of parts of two containers or objects by path, or None for others."""
     if isinstance(left, PickledObject) and isinstance(right, PickledObject) and left.kind == right.kind:
-        return [(path, a, b) for a, b in zip(_open(left), _open(right), strict=True)]
+        return [(path, a, b) for a, b in zip(_take_apart(left), _take_apart(right), strict=True)]
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
         left, right = dict(enumerate(left)), dict(enumerate(right))
     if not (isinstance(left, dict) and isinstance(right, dict)):
@@ -232,14 +232,14 @@ def _pair_parts(path: str, left: Any, right: Any) -> list[tuple[str, Any, Any]] 
     return [(f"{path}.{key}"[:_LONGEST], left.get(key, ABSENT), right.get(key, ABSENT)) for key in keys]
 
 
-def _open(value: PickledObject) -> tuple[Any, Any, Any]:
+def _take_apart(value: PickledObject) -> tuple[Any, Any, Any]:
     """Return the comparable parts of an object; a set's items are sorted."""
     if value.kind in _SETS and value.args:
         return tuple(sorted(value.args[0], key=describe)), None, []
     return value.args, value.state, value.items
 
 
-def _find_other(left: TorchFile, first: TensorRef, right: TorchFile, second: TensorRef) -> str | None:
+def _describe_other(left: TorchFile, first: TensorRef, right: TorchFile, second: TensorRef) -> str | None:
     """Describe the tensor of B if it differs from the tensor of A, else return None."""
     kinds = [(ref.dtype, ref.shape, ref.stride) for ref in (first, second)]
     if kinds[0] != kinds[1] or (first.data is not None and first.data != second.data):

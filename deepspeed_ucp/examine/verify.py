@@ -228,7 +228,7 @@ class _Examiner:
                 path, before = turn[name].path, seen.setdefault(name, result)
                 if not result.faults:
                     left[name].clear()
-                    seen[name] = _Result(result.listed, [_excuse(fault, path) for fault in before.faults])
+                    seen[name] = _Result(result.listed, [_soften_fault(fault, path) for fault in before.faults])
                 elif self.index is not None:
                     self.index.failed.add(path)
         return seen
@@ -251,7 +251,7 @@ class _Examiner:
         swaps = {name for name in files if read_swap_name(name)}  # which have no directory
         named = [name for name in files if name not in swaps]
         with ThreadPoolExecutor(max_workers=threads) as pool:
-            looks = dict(zip(named, pool.map(lambda name: self._look_at(name, files[name]), named), strict=True))
+            looks = dict(zip(named, pool.map(lambda name: self._read_directory(name, files[name]), named), strict=True))
         listed = {name: look for name, look in looks.items() if isinstance(look, FileRecords)}
         faults = [look for look in looks.values() if isinstance(look, Finding)]
         scans = {} if self.headers_only else self._scan(files, listed, swaps, threads)
@@ -270,7 +270,7 @@ class _Examiner:
                 faults.append(Finding("foreign", name, f"{path}: its directory has CRC32 {sums}; it is another file."))
         return {name: _Result(listed.get(name), [fault for fault in faults if fault.file == name]) for name in files}
 
-    def _look_at(self, name: str, file: ScanFile) -> FileRecords | Finding:
+    def _read_directory(self, name: str, file: ScanFile) -> FileRecords | Finding:
         """Read a file's directory, or return the fault."""
         if not has_zip_directory(name):
             number = self.known.get(file.path)
@@ -348,7 +348,7 @@ def _find_atoms(index: AtomicIndex, path: str, offsets: Collection[int]) -> dict
     return {offset: list(names) for offset, names in atoms.items()}
 
 
-def _excuse(fault: Finding, path: str) -> Finding:
+def _soften_fault(fault: Finding, path: str) -> Finding:
     """Adapt a fault of a file's copy if another copy is intact.
 
     A load passes over a copy whose header is damaged or of another file. It refuses a damaged record, which it finds

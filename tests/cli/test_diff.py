@@ -30,7 +30,7 @@ def test_diff_accepts_further_places_by_side(tmp_path: Path, capsys: pytest.Capt
 
 
 def write_text(*atoms: AtomDifference, values: tuple[ValueDifference, ...] = (), **options: bool) -> str:
-    return "\n".join(command.to_text(Difference(9, 1234, 0, atoms, values, (), (), 0.0), **options))
+    return "\n".join(command.format_difference(Difference(9, 1234, 0, atoms, values, (), (), 0.0), **options))
 
 
 FP32 = ("float32", "float32")
