@@ -94,9 +94,7 @@ def list_generators(engine: Any = None) -> dict[str, Generator]:
 
 
 def follow(engine: Any) -> None:
-    """Save and restore random states with checkpoints.
-
-    Call this on every rank, before ``load_checkpoint``.
+    """Save and load random states with checkpoints; call it on every rank before a load.
 
     Example:
         >>> engine, *_ = deepspeed.initialize(model=model, config=ds_config)

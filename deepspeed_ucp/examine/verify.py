@@ -79,7 +79,7 @@ class Verification:
 
     @property
     def whole(self) -> bool:
-        """Whether there are no faults; warnings do not count."""
+        """True if there are no faults; warnings do not count."""
         return all(fault.warning for fault in self.faults)
 
     @property
@@ -127,18 +127,18 @@ def verify_checkpoint(
     examiner = _Examiner(index, options, headers_only=headers_only)
     seen = examiner.examine_all(where, share_files(where, comm))
     listed = {name: result.listed for name, result in seen.items() if result.listed is not None}
-    found = [fault for result in seen.values() for fault in result.faults]
+    file_faults = [fault for result in seen.values() for fault in result.faults]
     sizes = {name: max(nbytes, 0) for name, nbytes in where.sizes.items()}
     sizes |= {name: file.size for name, file in listed.items()}
     if against is not None or report.manifest is not None:
         from .proof import compare_proofs  # pydantic takes long to import
 
-        found += compare_proofs(against, report, sizes, listed, comm)
+        file_faults += compare_proofs(against, report, sizes, listed, comm)
     reports = [_describe_file(name, sizes[name], listed.get(name)) for name in seen]
-    gathered = comm.gather((reports, found, examiner.read, others))
+    gathered = comm.gather((reports, file_faults, examiner.read, others))
     leftovers = {finding.file for finding in more if finding.kind == "leftover"}
-    found = [fault for _, part, *_ in gathered for fault in part]
-    faults = [*more, *(replace(fault, severity=WARNING) if fault.file in leftovers else fault for fault in found)]
+    file_faults = [fault for _, part, *_ in gathered for fault in part]
+    faults = [*more, *(replace(fault, severity=WARNING) if fault.file in leftovers else fault for fault in file_faults)]
     if index is not None and not headers_only and all(fault.warning for fault in faults):
         try:
             check_samples(index, index.atoms, comm)
@@ -219,12 +219,12 @@ class _Examiner:
         """Bytes read."""
 
     def examine_all(self, where: FileTable, names: Iterable[str]) -> dict[str, _Result]:
-        """Verify files, and further copies of damaged ones."""
+        """Verify files, and other copies of damaged ones; return the results by name."""
         seen = dict[str, _Result]()
         left = {name: self._choose_copies(where, name) for name in names}
         while left := {name: copies for name, copies in left.items() if copies}:
             turn = {name: copies.pop(0) for name, copies in left.items()}
-            for name, result in self._examine(turn).items():
+            for name, result in self._verify_copies(turn).items():
                 path, before = turn[name].path, seen.setdefault(name, result)
                 if not result.faults:
                     left[name].clear()
@@ -246,7 +246,7 @@ class _Examiner:
         others = [path for path, nbytes in copies.items() if nbytes != size and path in read]
         return [ScanFile(path, max(copies[path], 0)) for path in [*(alone or same), *others]]
 
-    def _examine(self, files: Mapping[str, ScanFile]) -> dict[str, _Result]:
+    def _verify_copies(self, files: Mapping[str, ScanFile]) -> dict[str, _Result]:
         threads = max((self.options.count_threads(os.path.dirname(file.path)) for file in files.values()), default=1)
         swaps = {name for name in files if read_swap_name(name)}  # which have no directory
         named = [name for name in files if name not in swaps]
@@ -349,7 +349,7 @@ def _find_atoms(index: AtomicIndex, path: str, offsets: Collection[int]) -> dict
 
 
 def _soften_fault(fault: Finding, path: str) -> Finding:
-    """Adapt a fault of a file's copy if another copy is intact.
+    """Rewrite the fault of a file's copy for a file with another, intact copy.
 
     A load passes over a copy whose header is damaged or of another file. It refuses a damaged record, which it finds
     only after it has read the record.

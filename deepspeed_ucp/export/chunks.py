@@ -27,12 +27,12 @@ from .tensors import Selection, Tensor
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Elements [start, start + numel) of a flat tensor, ``again`` under a tied name."""
+    """Elements [start, start + numel) of a tensor; ``is_repeated`` under a tied name."""
 
     tensor: Tensor
     start: int
     numel: int
-    again: bool
+    is_repeated: bool
 
     @property
     def nbytes(self) -> int:
@@ -49,7 +49,7 @@ class Planner(DefaultSavePlanner):
     Args:
         placeholders: tensors of the placeholders in the state dict.
         most: maximum bytes of a chunk, unless a row is larger.
-        checks, repeated: collect the CRC32s of the bytes read, and of those read again for a tied name.
+        checks, repeated: receive the CRC32s of the bytes read, and of those read again for a tied name.
     """
 
     def __init__(
@@ -66,17 +66,17 @@ class Planner(DefaultSavePlanner):
         self.progress: Callable[[int], None] = lambda nbytes: None
         self.chunks: dict[MetadataIndex, Chunk] = {}
         self.checks, self.repeated = checks, repeated
-        self._own = threading.local()
+        self._local = threading.local()
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
-        self.plan = replace(plan, items=[part for item in plan.items for part in self._cut(item)])
+        self.plan = replace(plan, items=[part for item in plan.items for part in self._cut_item(item)])
         return self.plan
 
     def count_bytes(self, plan: SavePlan) -> int:
         return sum(self.chunks[item.index].nbytes for item in plan.items if item.index in self.chunks)
 
-    def _cut(self, item: WriteItem) -> Iterator[WriteItem]:
+    def _cut_item(self, item: WriteItem) -> Iterator[WriteItem]:
         placeholder, data = self.placeholders.get(id(self.state_dict[item.index.fqn])), item.tensor_data
         if placeholder is None or data is None:
             yield item
@@ -97,21 +97,21 @@ class Planner(DefaultSavePlanner):
         return self._read(chunk).view(data.chunk.sizes)
 
     def _read(self, chunk: Chunk) -> torch.Tensor:
-        """Read a chunk's elements, flat; valid until the thread's next call."""
+        """Return a chunk's elements as a 1-dim tensor, valid until the thread's next call."""
         dtype = getattr(torch, chunk.tensor.dtype)
         if not chunk.numel:
             return torch.empty(0, dtype=dtype)
-        if not hasattr(self._own, "memory"):
-            self._own.memory = Scratch(), Scratch()
-        memory, scratch = self._own.memory
+        if not hasattr(self._local, "memory"):
+            self._local.memory = Scratch(), Scratch()
+        memory, scratch = self._local.memory
         data = memory.take(chunk.nbytes)
-        checks = self.repeated if chunk.again else self.checks
+        checks = self.repeated if chunk.is_repeated else self.checks
         checks.extend(self.reader.read_tensors([chunk.tensor.full.want(chunk.start, chunk.numel)], [data]))
         self.progress(data.nbytes)
         return torch.frombuffer(chunk.tensor.convert(data, scratch, self.overflowed), dtype=dtype)
 
-    def compare(self, comm: Comm) -> None:
-        """Check that tied names were read with equal bytes, on any rank (collective)."""
+    def check_repeated(self, comm: Comm) -> None:
+        """Raise an error if a tied tensor changed between its reads on a rank (collective)."""
         if not any(comm.gather(len(self.repeated))):
             return
         repeated = {check for part in comm.gather(self.repeated) for check in part}
@@ -144,8 +144,8 @@ def cut_chunks(shape: Shape, most: int) -> Iterator[tuple[Shape, Shape]]:
             yield (*place, low, *(0,) * len(rest)), (*(1,) * axis, size, *rest)
 
 
-def deal(planner: Planner, plan: SavePlan, workers: int) -> list[SavePlan]:
-    """Distribute a plan's chunks to workers by bytes, in the order of the source."""
+def distribute_chunks(planner: Planner, plan: SavePlan, workers: int) -> list[SavePlan]:
+    """Return a plan for each worker, with runs of chunks of about equally many bytes."""
     chunks = planner.chunks
     dealt: list[list[WriteItem]] = [[] for _ in range(workers)]
     dealt[0] += [item for item in plan.items if item.index not in chunks]

@@ -33,7 +33,7 @@ from ..plan.conversion import ALIGNMENT
 from ..plan.settling import describe_irregular
 from ..stream.report import OutputReport
 from ..tensor_parallel.rules import RuleSet
-from .chunks import Planner, Writer, deal
+from .chunks import Planner, Writer, distribute_chunks
 from .output import Export, stage_export
 from .statedict import LAYOUTS, Placeholders, Trees, make_trees
 from .tensors import ExportOptions, Selection, select_tensors
@@ -78,9 +78,9 @@ def export_dcp(
         most = max(options.split_window(export.report.source)[1] // 2, ALIGNMENT)
         checks, repeated = list[Checked](), list[Checked]()
         for folder, tree in trees.items():
-            _write(export, folder, tree, Planner(selection, placeholders, most, checks, repeated))
+            _write_tree(export, folder, tree, Planner(selection, placeholders, most, checks, repeated))
         if layout == "accelerate":
-            comm.once(lambda: write_beside(export))
+            comm.once(lambda: write_trainer_files(export))
         export.verify(
             [tensor for tensor, again in placeholders.values() if not again],
             checks,
@@ -89,7 +89,7 @@ def export_dcp(
     return export.report
 
 
-def _write(export: Export, folder: str, tree: dict[str, Any], planner: Planner) -> None:
+def _write_tree(export: Export, folder: str, tree: dict[str, Any], planner: Planner) -> None:
     """Plan, read and write this node's chunks of one state dict; collective."""
     comm, report = export.comm, export.report
     report.workers = export.options.split_window(export.report.source)[0]
@@ -100,7 +100,7 @@ def _write(export: Export, folder: str, tree: dict[str, Any], planner: Planner) 
         os.makedirs(writer.path, exist_ok=True)
         planner.set_up_planner(tree, is_coordinator=True)
         writer.set_up_storage_writer(True)
-        shares = deal(planner, planner.create_local_plan(), comm.size * report.workers)
+        shares = distribute_chunks(planner, planner.create_local_plan(), comm.size * report.workers)
         plans, metadata = planner.create_global_plan(shares)
         plans = writer.prepare_global_plan(plans)
         return plans[comm.rank * report.workers : (comm.rank + 1) * report.workers], metadata
@@ -121,11 +121,11 @@ def _write(export: Export, folder: str, tree: dict[str, Any], planner: Planner) 
 
     mine, metadata = comm.run(plan)
     written = comm.gather_results(write_share)
-    planner.compare(comm)
+    planner.check_repeated(comm)
     comm.once(lambda: writer.finish(metadata, written))
 
 
-def write_beside(export: Export) -> None:
+def write_trainer_files(export: Export) -> None:
     """Copy or create the trainer's files of a tag, and log the missing ones."""
     report, run = export.report, export.selection.index
     source, step = os.path.dirname(find_tag_folder(report.source)), run.counters.get("global_steps", 0)
@@ -134,12 +134,12 @@ def write_beside(export: Export) -> None:
         create_file(os.path.join(export.folder, name), read_small(join_path(source, name)))
     has_states = os.path.isdir(os.path.join(export.folder, OPTIMIZER_FOLDER))
     if has_states and run.scaler.get("dynamic") and SCALER not in names:
-        _save(export, SCALER, make_scaler(run.scaler))
+        _save_file(export, SCALER, make_scaler(run.scaler))
     is_trainers = TRAINER_STATE in names
     if has_states and is_trainers and _SCHEDULER not in names:  # the Trainer ignores the optimizer without it
         rates = [group.hyper.get("lr") for group in run.groups]
         state = {"last_epoch": step, "_step_count": step + 1, "_last_lr": rates, "lr_lambdas": [None] * len(rates)}
-        _save(export, _SCHEDULER, state)  # of a LambdaLR, the class of the Trainer's schedulers
+        _save_file(export, _SCHEDULER, state)  # of a LambdaLR, the class of the Trainer's schedulers
         text = "%s: the saved run's scheduler was DeepSpeed's; %s has only its step, %d, for this run's scheduler"
         logger.warning(text, report.destination, _SCHEDULER, step)
     wanted = ("rng_state",) if is_trainers else ("scheduler.bin", "random_states")
@@ -150,7 +150,7 @@ def write_beside(export: Export) -> None:
         logger.warning("%s: not in the checkpoint's folder, so not copied: %s", report.destination, ", ".join(lacking))
 
 
-def _save(export: Export, name: str, content: dict[str, Any]) -> None:
+def _save_file(export: Export, name: str, content: dict[str, Any]) -> None:
     torch.save(content, stream := io.BytesIO())
     create_file(os.path.join(export.folder, name), stream.getvalue())
 

@@ -76,13 +76,13 @@ class LikeModel:
 
     @cached_property
     def weights(self) -> AtomicIndex | None:
-        """The weights; None if there are none, or quantized ones."""
+        """Index of the folder's weights; None without weights or with quantized ones."""
         has_weights = find_format(scan_folder(self.folder)) is not None and not self.config.get(QUANTIZED)
         return open_checkpoint(self.folder, Comm()) if has_weights else None
 
     @cached_property
     def models(self) -> list[Any]:
-        """Memoryless models of the configuration; several if its kind is unknown."""
+        """Models of the configuration on the meta device; several if its kind is unknown."""
         try:
             import torch
             import transformers
@@ -102,15 +102,15 @@ class LikeModel:
 
     @cached_property
     def shapes(self) -> dict[str, Shape]:
-        """Shapes of the weights by the names in files; empty without weights."""
+        """Shapes of the weights by name in the files; empty without weights."""
         return {name: shapes[0] for name, shapes in list_shapes(self.weights).items()} if self.weights else {}
 
-    def name_as_files(self, index: AtomicIndex, renames: Collection[Rename]) -> AtomicIndex:
-        """Return the index with names and forms of files, unless ``renames`` match them."""
+    def rename_like_files(self, index: AtomicIndex, renames: Collection[Rename]) -> AtomicIndex:
+        """Return the index with names and shapes of files, where no ``renames`` apply."""
         saved = {param.name for param in index.atoms.storages}
         known = {name for name in saved if not any(rule.match(name) for rule in renames)}
         for model in self.models if known - self.shapes.keys() else ():
-            files, weights = self.shapes or _list_files(model), model.state_dict()
+            files, weights = self.shapes or _list_file_shapes(model), model.state_dict()
             index = recast(index, {name: (tuple(weight.shape),) for name, weight in weights.items()})
             known |= {param.name for param in index.atoms.storages} - saved
             try:
@@ -127,12 +127,12 @@ class LikeModel:
         return index
 
     def compare(self, selection: Selection) -> list[str]:
-        """Compare names and shapes with those that ``from_pretrained`` requires.
+        """Return tied names to omit; MismatchError if the tensors do not fit the model.
 
-        It returns names to omit: the model ties them to names with equal elements (FSDP saves both).
+        The model ties these names to others, which have equal elements (FSDP saves both).
         """
         written = {tensor.names[0]: tensor.shape for tensor in selection.weights}
-        readings = [_read(model, written) for model in self.models]
+        readings = [_simulate_load(model, written) for model in self.models]
         if not readings and self.shapes:
             readings = [_LoadableTensors(self.shapes, written, self.shapes.keys() - written.keys())]
         if not readings:
@@ -141,18 +141,18 @@ class LikeModel:
             return []
         best = min(readings, key=lambda reading: len(reading.list_faults()))
         atoms = {tensor.names[0]: tensor.full.atom for tensor in selection.weights}
-        same = {alias: are_same(selection.index, atoms[alias], atoms[name]) for alias, name in best.twice.items()}
+        same = {alias: are_same(selection.index, atoms[alias], atoms[name]) for alias, name in best.tied.items()}
         faults = best.list_faults()
-        if odd := [f"{alias} to {best.twice[alias]}" for alias, is_same in same.items() if is_same is False]:
-            faults.append(f"tied there, with other values here: {shorten(odd)}")
+        if untied := [f"{alias} to {best.tied[alias]}" for alias, is_same in same.items() if is_same is False]:
+            faults.append(f"tied there, with other values here: {shorten(untied)}")
         if faults:
             family = advise_family(written.keys(), best.wanted.keys()).strip().replace('"patterns":', "--patterns")
             advice = _ADAPTER if any(map(is_added, written)) else family or _NAMES
             raise MismatchError(f"The checkpoint is not of the model in {self.folder}: {'; '.join(faults)}. {advice}")
         return [alias for alias, is_same in same.items() if is_same]
 
-    def copy_beside(self, folder: str, dtypes: Collection[str]) -> None:
-        """Copy configurations, tokenizer and similar files, with the written element type."""
+    def copy_metadata(self, folder: str, dtypes: Collection[str]) -> None:
+        """Copy configurations, tokenizer and similar files; set the written element type."""
         for name in filter(BESIDE.fullmatch, sorted(os.listdir(self.folder))):
             path = os.path.join(self.folder, name)
             with explain_full(folder):
@@ -177,8 +177,8 @@ class LikeModel:
         return json.dumps(config, indent=2) + "\n"
 
 
-def _list_files(model: Any) -> dict[str, Shape]:
-    """Return the shapes by the names that ``save_pretrained`` writes."""
+def _list_file_shapes(model: Any) -> dict[str, Shape]:
+    """Return the model's shapes by the names that ``save_pretrained`` writes."""
     try:
         from transformers.core_model_loading import revert_weight_conversion  # transformers 5
     except ImportError:
@@ -193,14 +193,14 @@ class _LoadableTensors:
 
     Attributes:
         wanted: shapes of the model's tensors.
-        made: shapes of the tensors that it makes of the file.
-        twice: name in the file → other name in the file that the model ties it to.
+        made: shapes of the tensors that the load makes of the file.
+        tied: name in the file → other name there to which the model ties it.
     """
 
     wanted: Mapping[str, Shape]
     made: Mapping[str, Shape]
     missing: Collection[str]
-    twice: Mapping[str, str] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)
 
     def list_faults(self) -> list[str]:
         """Describe the tensors that do not fit, by kind of fault."""
@@ -214,7 +214,7 @@ class _LoadableTensors:
         return [f"{kind}: {shorten(names)}" for kind, names in faults.items() if names]
 
 
-def _read(model: Any, written: Mapping[str, Shape]) -> _LoadableTensors:
+def _simulate_load(model: Any, written: Mapping[str, Shape]) -> _LoadableTensors:
     live = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
     mapping = map_file(model, written, live)
     used = {piece.name for made in mapping.derived.values() for piece in made.slices} | mapping.dropped
@@ -225,7 +225,7 @@ def _read(model: Any, written: Mapping[str, Shape]) -> _LoadableTensors:
     first: dict[int, str] = {}
     tensors = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
     ties = {name: first[tensors[name]] for name in tensors if first.setdefault(tensors[name], name) != name}
-    twice = {alias: name for alias, name in ties.items() if {alias, name} <= written.keys()}
+    tied = {alias: name for alias, name in ties.items() if {alias, name} <= written.keys()}
     filled = {tensors[name] for name in shapes if name in tensors}
     missing = {name for name in live.keys() - shapes.keys() if tensors.get(name) not in filled}
-    return _LoadableTensors(live, shapes, missing, twice)
+    return _LoadableTensors(live, shapes, missing, tied)

@@ -53,9 +53,9 @@ class SafeLayout:
 
 
 def lay_out(tensors: Mapping[str, Tensor], max_shard: int = MAX_SHARD, stem: str = "model") -> SafeLayout:
-    """Place tensors in files of ``max_shard`` bytes; a larger tensor gets its own."""
-    if odd := [name for name in tensors if any("\ud800" <= char <= "\udfff" for char in name)]:
-        raise UnsupportedError(f"safetensors has no names such as {shorten(odd)}; --rename or --to dcp has them.")
+    """Place tensors in files of up to ``max_shard`` bytes, or with one larger tensor."""
+    if invalid := [name for name in tensors if any("\ud800" <= char <= "\udfff" for char in name)]:
+        raise UnsupportedError(f"safetensors has no names such as {shorten(invalid)}; --rename or --to dcp has them.")
     if unknown := sorted({tensor.dtype for tensor in tensors.values()} - set(_NAMES)):
         raise UnsupportedError(f"safetensors has no element type for {', '.join(unknown)}; --to dcp has.")
     shards = split_shards({name: tensor.nbytes for name, tensor in tensors.items()}, max_shard)
@@ -120,7 +120,7 @@ def export_safetensors(
 
     if model is not None and not options.adapter:
         live = index
-        index = comm.run(lambda: model.name_as_files(live, (*options.renames, *list_renames(rules))))
+        index = comm.run(lambda: model.rename_like_files(live, (*options.renames, *list_renames(rules))))
     selection = comm.run(lambda: select_tensors(index, rules, options, tied="drop"))
     if model is not None:
         tied = comm.once(lambda: model.compare(selection))
@@ -129,19 +129,19 @@ def export_safetensors(
     layout = comm.run(lambda: lay_out(selection.by_name, most, stem))
     sizes = {"tensors": len(layout.places), "nbytes": sum(layout.sizes.values())}
     with stage_export("safetensors", destination, selection, options, comm, **sizes) as export:
-        comm.once(lambda: _prepare(export.folder, layout, model, export.report.dtypes))
+        comm.once(lambda: _prepare_files(export.folder, layout, model, export.report.dtypes))
         if options.adapter:
             config = {**options.adapter_config, "inference_mode": True}  # as PEFT writes it
             text = json.dumps(config, indent=2, sort_keys=True) + "\n"
             comm.once(lambda: create_file(os.path.join(export.folder, ADAPTER_CONFIG), text.encode()))
-        export.verify(selection.weights, _fill(export, selection.weights, layout))
+        export.verify(selection.weights, _write_tensors(export, selection.weights, layout))
     return export.report
 
 
-def _prepare(folder: str, layout: SafeLayout, like: LikeModel | None, dtypes: Collection[str]) -> None:
+def _prepare_files(folder: str, layout: SafeLayout, like: LikeModel | None, dtypes: Collection[str]) -> None:
     """Create files with final sizes and headers, the index, and the copied files."""
     if like is not None:
-        like.copy_beside(folder, dtypes)
+        like.copy_metadata(folder, dtypes)
     for file, head in layout.heads.items():
         path = os.path.join(folder, file)
         with explain_full(path), open(path, "xb", buffering=0) as stream:
@@ -155,7 +155,7 @@ def _prepare(folder: str, layout: SafeLayout, like: LikeModel | None, dtypes: Co
         create_file(os.path.join(folder, WEIGHTS_INDEX), text.encode())
 
 
-def _fill(export: Export, tensors: Sequence[Tensor], layout: SafeLayout) -> list[Checked]:
+def _write_tensors(export: Export, tensors: Sequence[Tensor], layout: SafeLayout) -> list[Checked]:
     """Read, cast and write this node's batches; return the checks (collective)."""
     comm, report = export.comm, export.report
     report.workers, most = export.options.split_window(report.source)

@@ -56,7 +56,7 @@ def _make_optimizer(selection: Selection, stand_in: Callable[[Tensor], torch.Ten
         states.setdefault(key.name, {})[key.state] = stand_in(tensor)
     for name, values_of in states.items():
         scalars = index.scalars.get(ParamKey(name), {})
-        values_of.update({scalar: _make_scalar(index, scalar, value) for scalar, value in scalars.items()})
+        values_of.update({scalar: _convert_scalar(index, scalar, value) for scalar, value in scalars.items()})
     # DeepSpeed's Adam decouples weight decay unless its ds_config has adam_w_mode=False.
     is_plain = str(index.optimizer).lower() == "adam" and index.optimizer_params.get("adam_w_mode") is False
     groups, assumed = list[dict[str, Any]](), False
@@ -74,7 +74,7 @@ def _make_optimizer(selection: Selection, stand_in: Callable[[Tensor], torch.Ten
     return {"state": {selection.names[name]: values_of for name, values_of in states.items()}, "param_groups": groups}
 
 
-def _make_scalar(index: AtomicIndex, name: str, value: Any) -> Any:
+def _convert_scalar(index: AtomicIndex, name: str, value: Any) -> Any:
     """Convert a scalar; torch stores ``step`` as 0-dim float32, DeepSpeed as a number."""
     dtype = index.scalar_dtypes.get(name, "float32" if name == "step" else None)
     return value if dtype is None else torch.tensor(value, dtype=getattr(torch, dtype))

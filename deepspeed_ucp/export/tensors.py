@@ -53,7 +53,7 @@ class ExportOptions(WorkOptions):
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor to be read.
+    """One tensor to be exported.
 
     Attributes:
         names: written names: its name, and tied names.
@@ -166,7 +166,7 @@ def select_tensors(
         unused.append(f"--strip-prefix {options.strip_prefix!r}")
     names = strip_names(renamed, options.strip_prefix)
     if options.adapter:
-        written = choose_adapter(names.values(), options.adapter, options.adapter_config)
+        written = map_adapter_names(names.values(), options.adapter, options.adapter_config)
         names = {name: written[new] for name, new in names.items() if new in written}
         kept = {key: atom for key, atom in kept.items() if key.name in names}
     copies: dict[str, list[str]] = defaultdict(list)
@@ -221,7 +221,7 @@ def _order_weights(index: AtomicIndex) -> list[AtomKey]:
 
 
 def strip_names(renamed: Mapping[str, str], prefix: str) -> dict[str, str]:
-    """Remove a prefix from the names to be written, given by saved name."""
+    """Return saved name → written name without the prefix; raise if names collide."""
     stripped = {name: new.removeprefix(prefix) for name, new in renamed.items()}
     if unnamed := [name for name, new in stripped.items() if not new]:
         raise ConfigError(f"--rename and --strip-prefix leave no name for {shorten(unnamed)}.")
@@ -232,8 +232,8 @@ def strip_names(renamed: Mapping[str, str], prefix: str) -> dict[str, str]:
     return stripped
 
 
-def choose_adapter(names: Collection[str], adapter: str, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return saved name → name in PEFT's file; ``config`` names trained biases."""
+def map_adapter_names(names: Collection[str], adapter: str, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return saved name → name in PEFT's file; ``config["bias"]``: which are trained."""
     written = dict[str, str]()
     mode, biases = config.get("bias", "none"), {f"{module}.base_layer.bias" for module in list_adapted(names)}
     for name in names:

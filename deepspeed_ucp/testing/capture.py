@@ -62,11 +62,11 @@ class CapturedEngine:
 def capture(engine: Any) -> CapturedEngine:
     """Copy the state of `engine` (collective over all its ranks)."""
     wrapper = engine.optimizer
-    inner, homes = getattr(wrapper, "optimizer", wrapper), dict[int, _Home]()
+    inner, homes = getattr(wrapper, "optimizer", wrapper), dict[int, _Source]()
     for number, masters in _list_masters(wrapper, inner):
         hyper = {key: value for key, value in inner.param_groups[number].items() if key != "params"}
         homes |= {
-            id(param): _Home(master, inner.state.get(master, {}), hyper, whole) for param, master, whole in masters
+            id(param): _Source(master, inner.state.get(master, {}), hyper, whole) for param, master, whole in masters
         }
     named = dict(engine.module.named_parameters())
     with GatheredParameters([parameter for parameter in named.values() if hasattr(parameter, "ds_id")]):  # at stage 3
@@ -75,7 +75,7 @@ def capture(engine: Any) -> CapturedEngine:
     for name, parameter in named.items():
         parameters[strip_compiled(name)] = state = CapturedParameter(value=values[name])
         if id(parameter) in homes:
-            _fill(state, parameter, homes[id(parameter)])
+            _fill_states(state, parameter, homes[id(parameter)])
     buffers, persistent = engine.module.named_buffers(remove_duplicate=False), set(engine._get_buffer_names())
     scheduler = engine.lr_scheduler
     return CapturedEngine(
@@ -92,7 +92,7 @@ Whole = Callable[[Tensor], Tensor]
 
 
 @dataclass
-class _Home:
+class _Source:
     """Location of a trainable parameter's state.
 
     `state` belongs to `master`, the tensor that the optimizer steps. If `whole` is None, DeepSpeed's public functions
@@ -123,13 +123,13 @@ def _list_masters(wrapper: Any, inner: Any) -> Iterator[tuple[int, Masters]]:
             rows: Masters = zip(parameters, masters, repeat(lambda whole: whole))
         elif row.is_flat:
             starts = accumulate((parameter.numel() for parameter in parameters), initial=0)
-            rows = ((p, masters, _cut(p, start)) for p, start in zip(parameters, starts, strict=False))
+            rows = ((p, masters, _cutter(p, start)) for p, start in zip(parameters, starts, strict=False))
         elif getattr(wrapper, "round_robin_gradients", False):
             rows = _list_shuffled(wrapper, index, masters)
         elif row.form is Form.RESERVED and masters.dtype != torch.float32:
             rows = _list_partitioned(parameters, masters)
         else:
-            _link(parameters, masters, inner)
+            _link_states(parameters, masters, inner)
             rows = zip(parameters, repeat(masters), repeat(None))
         # DeepSpeed rebuilds Adagrad with all flat buffers in one group.
         yield min(number, len(inner.param_groups) - 1), rows
@@ -144,14 +144,14 @@ def _list_shuffled(wrapper: Any, index: int, flat: Tensor) -> Masters:
     process_group = wrapper.real_dp_process_group[index]
     for parameter in wrapper.bit16_groups[index]:
         start = (parameter.data_ptr() - lowered.data_ptr()) // lowered.element_size() if parameter.numel() else 0
-        yield parameter, flat, functools.partial(_gather_and_cut, process_group, _cut(parameter, start), slice(None))
+        yield parameter, flat, functools.partial(_gather_and_cut, process_group, _cutter(parameter, start), slice(None))
 
 
 def _list_partitioned(parameters: list[Any], flat: Tensor) -> Masters:
     """List 16-bit masters of stage 3, whose moments DeepSpeed's getters would round."""
     start = 0
     for parameter in parameters:
-        cut, end = _cut(torch.empty(parameter.ds_shape, device="meta"), 0), start + parameter.partition_numel()
+        cut, end = _cutter(torch.empty(parameter.ds_shape, device="meta"), 0), start + parameter.partition_numel()
         yield parameter, flat, functools.partial(_gather_and_cut, parameter.ds_process_group, cut, slice(start, end))
         start = end
 
@@ -163,7 +163,7 @@ def _gather_and_cut(process_group: Any, cut: Whole, span: slice, flat: Tensor) -
     return cut(torch.cat(parts))
 
 
-def _link(parameters: list[Any], flat: Tensor, inner: Any) -> None:
+def _link_states(parameters: list[Any], flat: Tensor, inner: Any) -> None:
     """Link optimizer states for the getters of stages 1 and 2, as the first step does."""
     for parameter in parameters:
         mapping = getattr(parameter, "_hp_mapping", None)
@@ -171,12 +171,12 @@ def _link(parameters: list[Any], flat: Tensor, inner: Any) -> None:
             mapping.set_optim_state_fragment(flat, inner.state.get(flat, {}))
 
 
-def _cut(parameter: Tensor, start: int) -> Whole:
+def _cutter(parameter: Tensor, start: int) -> Whole:
     shape, count = parameter.shape, parameter.numel()
     return lambda flat: flat.flatten().narrow(0, start, count).view(shape)
 
 
-def _fill(state: CapturedParameter, parameter: Any, home: _Home) -> None:
+def _fill_states(state: CapturedParameter, parameter: Any, home: _Source) -> None:
     tensors = {key: value for key, value in home.state.items() if torch.is_tensor(value) and value.dim() > 0}
     elementwise = [key for key, value in tensors.items() if value.shape == home.master.shape]
     state.scalars = {key: float(value) for key, value in home.state.items() if _is_scalar(value, elementwise, key)}

@@ -25,24 +25,23 @@ def compare(saved: CapturedEngine, loaded: CapturedEngine, *, optimizer_states: 
     Returns:
         The number of compared tensors, and one line for each difference.
     """
-    differences = list(_names("parameter", saved.parameters, loaded.parameters))
-    differences += _names("buffer", saved.buffers, loaded.buffers)
+    differences = list(_compare_names("parameter", saved.parameters, loaded.parameters))
+    differences += _compare_names("buffer", saved.buffers, loaded.buffers)
     count = 0
     for name in saved.parameters.keys() & loaded.parameters.keys():
-        pairs = list(_pairs(saved.parameters[name], loaded.parameters[name], optimizer_states))
+        pairs = list(_pair_tensors(saved.parameters[name], loaded.parameters[name], optimizer_states))
         count += len(pairs)
         for state, want, got in pairs:
-            differences += _difference(f"parameter {name}, state {state}", want, got)
-        differences += _settings(name, saved.parameters[name], loaded.parameters[name], optimizer_states)
+            differences += _describe_difference(f"parameter {name}, state {state}", want, got)
+        differences += _diff_settings(name, saved.parameters[name], loaded.parameters[name], optimizer_states)
     for name in saved.buffers.keys() & loaded.buffers.keys():
         count += 1
         got = loaded.buffers[name]
-        differences += _difference(f"buffer {name}", saved.buffers[name].to(got.dtype), got)
+        differences += _describe_difference(f"buffer {name}", saved.buffers[name].to(got.dtype), got)
     differences += _compare_mappings("counter", saved.counters, loaded.counters)
     if saved.scheduler is None or loaded.scheduler is None:
-        differences += _names(
-            "lr", *({"scheduler": 1} if each.scheduler is not None else {} for each in (saved, loaded))
-        )
+        schedulers = ({"scheduler": 1} if side.scheduler is not None else {} for side in (saved, loaded))
+        differences += _compare_names("lr", *schedulers)
     else:
         # Releases of torch add and drop fields (`verbose`, `_is_initial`): ignore fields that were not saved.
         known = {key: value for key, value in loaded.scheduler.items() if key in saved.scheduler}
@@ -52,14 +51,14 @@ def compare(saved: CapturedEngine, loaded: CapturedEngine, *, optimizer_states: 
     return count, differences
 
 
-def _names(kind: str, saved: Mapping[str, Any], loaded: Mapping[str, Any]) -> Iterator[str]:
+def _compare_names(kind: str, saved: Mapping[str, Any], loaded: Mapping[str, Any]) -> Iterator[str]:
     for name in sorted(saved.keys() - loaded.keys()):
         yield f"{kind} {name}: saved, but the engine that loads has none"
     for name in sorted(loaded.keys() - saved.keys()):
         yield f"{kind} {name}: not in the engine that saved"
 
 
-def _pairs(
+def _pair_tensors(
     saved: CapturedParameter, loaded: CapturedParameter, optimizer_states: bool
 ) -> Iterator[tuple[str, Any, Any]]:
     master = saved.fp32 if saved.fp32 is not None else saved.value
@@ -74,7 +73,7 @@ def _pairs(
         yield state, saved.tensors.get(state, zeros).to(got.dtype), got
 
 
-def _settings(name: str, saved: CapturedParameter, loaded: CapturedParameter, optimizer_states: bool) -> list[str]:
+def _diff_settings(name: str, saved: CapturedParameter, loaded: CapturedParameter, optimizer_states: bool) -> list[str]:
     if saved.fp32 is None or loaded.fp32 is None or not optimizer_states:
         return []
     # Some optimizers add defaults when they load; a parameter without gradients has no step at stage 0.
@@ -95,29 +94,29 @@ def _compare_mappings(kind: str, saved: Mapping[str, Any], loaded: Mapping[str, 
     return [
         f"{kind} {key}: saved {saved.get(key)!r}, loaded {loaded.get(key)!r}"
         for key in sorted(saved.keys() | loaded.keys(), key=str)
-        if not _equal(saved.get(key), loaded.get(key))
+        if not _is_equal(saved.get(key), loaded.get(key))
     ]
 
 
-def _equal(left: Any, right: Any) -> bool:
+def _is_equal(left: Any, right: Any) -> bool:
     if torch.is_tensor(left) or torch.is_tensor(right):
         return torch.is_tensor(left) and torch.is_tensor(right) and torch.equal(left, right)
     if isinstance(left, list | tuple) and isinstance(right, list | tuple):
-        return len(left) == len(right) and all(map(_equal, left, right))
+        return len(left) == len(right) and all(map(_is_equal, left, right))
     if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(_equal(left[key], right[key]) for key in left)
+        return left.keys() == right.keys() and all(_is_equal(left[key], right[key]) for key in left)
     if isinstance(left, float) and isinstance(right, float) and math.isnan(left):
         return math.isnan(right)
     return bool(left == right)
 
 
-def _difference(name: str, want: Tensor, got: Tensor) -> list[str]:
+def _describe_difference(name: str, want: Tensor, got: Tensor) -> list[str]:
     """Describe the first difference of two tensors; empty if all bits are equal."""
     if want.shape != got.shape or want.dtype != got.dtype:
         return [f"{name}: saved {tuple(want.shape)} {want.dtype}, loaded {tuple(got.shape)} {got.dtype}"]
     if want.numel() == 0:
         return []
-    differs = (_bits(want) != _bits(got)).view(want.numel(), -1).any(dim=1)
+    differs = (_view_bytes(want) != _view_bytes(got)).view(want.numel(), -1).any(dim=1)
     if not differs.any():
         return []
     first = int(differs.nonzero()[0])
@@ -126,7 +125,7 @@ def _difference(name: str, want: Tensor, got: Tensor) -> list[str]:
     return [f"{name}: {int(differs.sum())} of {want.numel()} elements differ, first at {index}: {values}"]
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def _view_bytes(tensor: Tensor) -> Tensor:
     # Adding zero turns -0.0 into 0.0: DeepSpeed's getters lose that sign when they add fragments to zeros.
     tensor = tensor + 0 if tensor.is_floating_point() else tensor
     return tensor.contiguous().flatten().view(torch.uint8)

@@ -88,6 +88,11 @@ def assert_resume_equivalent(
     Raises:
         AssertionError: something differs. It names the parameter, the state, the first index and both values.
         Exception: from `train_fn`, the save or the load on a rank (see `World.run`).
+
+    Example:
+        >>> target = Launch(3, {"train_batch_size": 12, "zero_optimization": {"stage": 3}})
+        >>> assert_resume_equivalent(train, source=Launch(4, {"train_batch_size": 12}), target=target).direct
+        True
     """
     from deepspeed_ucp.testing import ranks
 
@@ -122,7 +127,7 @@ def assert_resume_equivalent(
 
 
 def _compare_losses(reference: Sequence[float], resumed: Sequence[float], tolerance: float) -> float:
-    """Return the largest relative gap."""
+    """Return the largest relative gap; AssertionError if it is above ``tolerance``."""
     gaps = [abs(want - got) / max(abs(want), 1e-12) for want, got in zip(reference, resumed, strict=True)]
     for step, gap in enumerate(gaps):
         if not gap <= tolerance:  # also refuses NaN

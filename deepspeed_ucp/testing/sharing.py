@@ -34,7 +34,7 @@ class HostGroup(dist.ProcessGroup):
         """Coalesced collectives need no preparation."""
 
     def _end_coalescing(self, device: Any) -> Work:
-        return _make_done()
+        return _make_completed_work()
 
     def _get_sequence_number_for_group(self) -> int:
         return 0
@@ -43,19 +43,19 @@ class HostGroup(dist.ProcessGroup):
         """The number is only for debugging."""
 
 
-def _wrap(name: str) -> Callable[..., Work]:
+def _make_collective(name: str) -> Callable[..., Work]:
     def collective(self: HostGroup, *args: Any, **options: Any) -> Work:
         on_host = [_to_host(arg) for arg in args]
         getattr(self._host, name)(*on_host, **options).wait()
         if args:
             _copy_back(args[0], on_host[0])
-        return _make_done()
+        return _make_completed_work()
 
     return collective
 
 
 for _name in filter(_COLLECTIVE.match, dir(dist.ProcessGroup)):
-    setattr(HostGroup, _name, _wrap(_name))
+    setattr(HostGroup, _name, _make_collective(_name))
 
 
 def _to_host(value: Any) -> Any:
@@ -72,7 +72,7 @@ def _copy_back(output: Any, values: Any) -> None:
             _copy_back(target, value)
 
 
-def _make_done() -> Work:
+def _make_completed_work() -> Work:
     done: torch.futures.Future[None] = torch.futures.Future()
     done.set_result(None)
     work: Work = _create_work_from_future(done)

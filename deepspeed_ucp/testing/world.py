@@ -177,13 +177,13 @@ class World(AbstractContextManager["World"]):
         self.close()
 
     def _signal(self, number: int) -> None:
-        """Stop the ranks between calls, or continue them."""
+        """Send a signal to all ranks, such as SIGSTOP between calls."""
         for process in self._processes:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, number)
 
     def _collect(self, timeout: float) -> tuple[dict[int, _Answer], list[int]]:
-        """Return the answers by rank, and the ranks without one."""
+        """Return the answers by rank, and the ranks without one at the timeout."""
         pending = {connection: rank for rank, connection in enumerate(self._connections)}
         answers: dict[int, _Answer] = {}
         deadline = time.monotonic() + timeout
@@ -207,7 +207,7 @@ class World(AbstractContextManager["World"]):
         except (EOFError, OSError):
             process = self._processes[rank]
             process.join(_ENDING)
-            return _Answer(error=f"the process ended with exit code {process.exitcode}\n{self._log(rank)}")
+            return _Answer(error=f"the process ended with exit code {process.exitcode}\n{self._read_log(rank)}")
 
     def _fail(self, answers: Mapping[int, _Answer], silent: list[int]) -> NoReturn:
         """Close the world and raise the exception of the rank that failed first."""
@@ -218,7 +218,7 @@ class World(AbstractContextManager["World"]):
             self._processes[rank].join(max(0.0, end - time.monotonic()))
         failed = {rank: answer for rank, answer in answers.items() if answer.error is not None}
         errors = {rank: str(answer.error) for rank, answer in failed.items()}
-        errors |= {rank: f"did not come back; it was here:\n{self._log(rank)}" for rank in silent}
+        errors |= {rank: f"did not come back; it was here:\n{self._read_log(rank)}" for rank in silent}
         self.close()
         summary = WorldTimeout(errors) if silent else WorldFailure(errors)
         first = min(failed.values(), key=lambda answer: answer.stamp, default=None)
@@ -226,7 +226,7 @@ class World(AbstractContextManager["World"]):
             raise summary
         raise pickle.loads(first.exception) from summary
 
-    def _log(self, rank: int) -> str:
+    def _read_log(self, rank: int) -> str:
         path = self._folder / f"rank{rank}.log"
         return path.read_text(errors="replace")[-_LOG_TAIL:] if path.exists() else ""
 
@@ -300,14 +300,14 @@ def _serve(connection: Connection, variables: dict[str, str], folder: str, timeo
             call = connection.recv_bytes()
         except (EOFError, OSError):
             os._exit(0)
-        connection.send_bytes(_answer(call))
+        connection.send_bytes(_execute_call(call))
         for name, value in groups.items():
             setattr(sys.modules["deepspeed.utils.groups"], name, copy.copy(value))
         gc.collect()  # engines are cycles
         gc.freeze()  # keeps the rest out of DeepSpeed's collections
 
 
-def _answer(call: bytes) -> bytes:
+def _execute_call(call: bytes) -> bytes:
     import torch
 
     try:
@@ -339,7 +339,7 @@ def _join_group(folder: str, timeout: float) -> None:
     # Without the shared-memory op DeepSpeed uses gloo: no compilation of a minute, no 69 MB per rank in /dev/shm.
     if hasattr(backend, "build_shm_op"):
         vars(backend)["build_shm_op"] = lambda: None
-    _share_device()
+    _share_gloo_device()
     with suppress(ImportError, AttributeError):  # DeepSpeed's CPU optimizers query it often, for a second each
         cpuinfo = vars(importlib.import_module("cpuinfo.cpuinfo"))
         cpuinfo["get_cpu_info_json"] = functools.cache(cpuinfo["get_cpu_info_json"])
@@ -371,7 +371,7 @@ def _choose_backend(ranks: int) -> str:
     return SHARED
 
 
-def _share_device() -> None:
+def _share_gloo_device() -> None:
     """Let all gloo groups of this process share a device, whose thread polls."""
     from torch.distributed import distributed_c10d
 

@@ -141,7 +141,7 @@ def save_state(original: Callable[..., Any], accelerator: Any, *args: Any, **kwa
 
 def _record_order(accelerator: Any, engine: Any) -> None:
     """Record steps of schedulers in their states, and the seed in the ds_config."""
-    for scheduler in _list_plain(accelerator):
+    for scheduler in _list_torch_schedulers(accelerator):
         if scheduler.step_with_optimizer:
             vars(scheduler.scheduler).setdefault(_RATE, _count_steps(scheduler, accelerator.num_processes))
     seed = _find_seed(accelerator)
@@ -185,7 +185,7 @@ def load_state(
     if saved not in (None, seed) and accelerator.is_main_process:
         warn_order(folder, f"seed {saved} → {seed}", "Keep the saved seed (set_seed, or data_seed)")
     schedules = comm.run(
-        lambda: [_convert(*schedule, job, comm.size) for schedule in _list_schedulers(accelerator, folder)]
+        lambda: [_adapt_steps(*schedule, job, comm.size) for schedule in _read_schedulers(accelerator, folder)]
     )
     _keep_total_batch(accelerator, engine, folder, job, config)
     load = engine.load_checkpoint
@@ -202,7 +202,7 @@ def load_state(
 
 
 def _find_job(folder: str, *, is_foreign: bool) -> SavedJob:
-    """Read the job that saved a folder.
+    """Describe the job that saved a folder.
 
     Raises:
         CheckpointError: the save was interrupted, or the folder has only weights.
@@ -237,7 +237,7 @@ def _keep_total_batch(accelerator: Any, engine: Any, folder: str, job: SavedJob,
         MismatchError: the script has changed its batch in an unchanged world, or no accumulation makes the total batch.
     """
     live, was = BatchSizes.of(engine), accelerator.gradient_accumulation_steps
-    if live.check_total(folder, job, config) or job.total_batch is None:
+    if live.accepts_total(folder, job, config) or job.total_batch is None:
         return
     fit = live.fit(folder, job)
     changed = job.ranks == connect().size and job.script_batch != live.micro * was
@@ -248,23 +248,23 @@ def _keep_total_batch(accelerator: Any, engine: Any, folder: str, job: SavedJob,
     if hasattr(engine.optimizer, BATCH_SIZES[2]):
         engine.optimizer.gradient_accumulation_steps = fit[1]
     if isinstance(engine.config, dict):  # its saves record it
-        asked = live.micro * live.accumulation
-        engine.config.update({BATCH_SIZES[0]: job.total_batch, BATCH_SIZES[2]: fit[1], SCRIPT_BATCH: asked})
+        script_batch = live.micro * live.accumulation
+        engine.config.update({BATCH_SIZES[0]: job.total_batch, BATCH_SIZES[2]: fit[1], SCRIPT_BATCH: script_batch})
     accelerator.gradient_accumulation_steps = fit[1]
     if accelerator.is_main_process:
         kept = f"{folder}: total batch {job.total_batch} kept on {pluralize(live.ranks, 'rank')}"
         logger.warning(f"{kept}: gradient accumulation {was} → {fit[1]}")
 
 
-def _list_plain(accelerator: Any) -> list[Any]:
+def _list_torch_schedulers(accelerator: Any) -> list[Any]:
     """List the schedulers that Accelerate saves; the engine saves DeepSpeed's."""
     from accelerate.utils import DeepSpeedSchedulerWrapper
 
     return [scheduler for scheduler in accelerator._schedulers if not isinstance(scheduler, DeepSpeedSchedulerWrapper)]
 
 
-def _list_schedulers(accelerator: Any, folder: str) -> list[tuple[Any, dict[str, Any]]]:
-    plain = _list_plain(accelerator)
+def _read_schedulers(accelerator: Any, folder: str) -> list[tuple[Any, dict[str, Any]]]:
+    plain = _list_torch_schedulers(accelerator)
     names = (f"scheduler_{number}.bin" if number else "scheduler.bin" for number in range(len(plain)))
     paths = [os.path.join(folder, name) for name in names]
     return [(scheduler, read_objects(path, trust_pickle=False)) for scheduler, path in zip(plain, paths, strict=True)]
@@ -275,7 +275,7 @@ def _count_steps(scheduler: Any, ranks: int) -> int:
     return 1 if scheduler.split_batches or not scheduler.step_with_optimizer else ranks
 
 
-def _convert(scheduler: Any, saved: Mapping[str, Any], job: SavedJob, ranks: int) -> tuple[Any, dict[str, Any]]:
+def _adapt_steps(scheduler: Any, saved: Mapping[str, Any], job: SavedJob, ranks: int) -> tuple[Any, dict[str, Any]]:
     """Return a torch scheduler, and attributes to set after its saved state is loaded.
 
     Accelerate steps a scheduler once per rank at every optimizer step, or once with ``split_batches``. A saved schedule
@@ -292,7 +292,7 @@ def _convert(scheduler: Any, saved: Mapping[str, Any], job: SavedJob, ranks: int
         )
     if was == now:
         return inner, {}
-    if _is_scaled(inner, saved, was, now):
+    if _expects_live_steps(inner, saved, was, now):
         steps = saved["last_epoch"] // was
         return inner, {"last_epoch": steps * now, "_step_count": steps * now + 1, _RATE: now}
     if not isinstance(inner, LambdaLR) and _holds_functions(inner) and connect().rank == 0:
@@ -321,7 +321,7 @@ def _holds_functions(scheduler: Any) -> bool:
     return hasattr(scheduler, "lr_lambdas") or any(map(_holds_functions, getattr(scheduler, "_schedulers", ())))
 
 
-def _is_scaled(inner: Any, saved: Mapping[str, Any], was: int, now: int) -> bool:
+def _expects_live_steps(inner: Any, saved: Mapping[str, Any], was: int, now: int) -> bool:
     """Return True if functions expect ``now`` steps per optimizer step, not ``was``."""
     if not isinstance(inner, LambdaLR):
         return False

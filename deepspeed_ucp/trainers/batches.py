@@ -34,7 +34,7 @@ class BatchSizes:
 
     @classmethod
     def of(cls, engine: Any) -> BatchSizes:
-        """Read the batch sizes of a live engine, which sequence parallelism makes floats."""
+        """Read an engine's batch sizes, floats under sequence parallelism, as integers."""
         total, micro, accumulation = (to_integer(getattr(engine, name)()) for name in BATCH_SIZES)
         return cls(micro, accumulation, total // (micro * accumulation))
 
@@ -43,8 +43,8 @@ class BatchSizes:
         """Samples of a step."""
         return self.micro * self.accumulation * self.ranks
 
-    def check_total(self, folder: str, job: SavedJob, config: UniversalConfig) -> bool:
-        """Return True if the total batch needs no change; warn if the format has none."""
+    def accepts_total(self, folder: str, job: SavedJob, config: UniversalConfig) -> bool:
+        """Return True if this total batch needs no change; warn if the job records none."""
         if job.format and connect().rank == 0:
             writers = f", saved by {pluralize(job.ranks, 'rank')} (from files of random states)"
             logger.warning(
@@ -72,7 +72,7 @@ class BatchSizes:
 
 
 def complete_job(job: SavedJob, folder: str, name: str) -> SavedJob:
-    """Add the number of ranks to a job whose format does not record it.
+    """Return the job with its number of ranks, counted by files if not recorded.
 
     Args:
         name: name of a rank's file of random states, with ``{}`` for the rank.
@@ -84,7 +84,7 @@ def complete_job(job: SavedJob, folder: str, name: str) -> SavedJob:
 
 
 def refuse_weights(job: SavedJob, folder: str, advice: str) -> None:
-    """Refuse to resume from weights alone.
+    """Refuse to resume a job that saved weights alone.
 
     Raises:
         CheckpointError: the folder has no optimizer states.
@@ -109,7 +109,7 @@ def refuse_loader_position(folder: str, job: SavedJob, advice: str = "") -> None
 
 
 def warn_order(folder: str, changes: str, advice: str) -> None:
-    """Warn about another order of samples than in the saved run."""
+    """Warn that samples have another order than in the saved run."""
     logger.warning(
         f"{folder}: the samples have another order than in the saved run ({changes}), so a partial epoch repeats some "
         f"and omits others. {advice}."
@@ -117,7 +117,7 @@ def warn_order(folder: str, changes: str, advice: str) -> None:
 
 
 def warn_unfinished(folder: str, done: int, accumulation: int, advice: str) -> None:
-    """Warn about a save between two optimizer steps."""
+    """Warn if a save has ``done`` micro batches of an unfinished step."""
     if done:
         logger.warning(
             f"{folder}: was saved after {done} of the {accumulation} micro batches of a step, whose gradients were not "

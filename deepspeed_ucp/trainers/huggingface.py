@@ -46,13 +46,13 @@ class TrainerState:
     Attributes:
         requested: per-device batch and accumulation of the script; an attempt may have changed the arguments since.
         resumed: folder of the resume, if its total batch is to be kept.
-        begun: ranks and micro batches per step in the run's first launch; None if they are the same here.
+        initial_sizes: ranks and micro batches per step in the run's first launch; None if they are the same here.
         uses_count: the model uses ``num_items_in_batch``; None before its first loss.
     """
 
     requested: tuple[int, int] | None = None
     resumed: str | None = None
-    begun: tuple[int, int] | None = None
+    initial_sizes: tuple[int, int] | None = None
     uses_count: bool | None = None
 
 
@@ -129,7 +129,7 @@ def inner_training_loop(original: Callable[..., Any], trainer: Any, *args: Any, 
         micro = call.arguments["batch_size"] = keep_total_batch(trainer, os.fspath(folder), micro, config)
     elif chosen.auto_find_batch_size:  # the trainer leaves the first attempt's size in the ds_config
         ranks = _count_replicas(trainer)
-        _set_batch(trainer, micro, accumulation, micro * accumulation * ranks, asked=micro * accumulation)
+        _set_batch(trainer, micro, accumulation, micro * accumulation * ranks, script_batch=micro * accumulation)
     return original(*call.args, **call.kwargs)
 
 
@@ -198,7 +198,7 @@ def keep_total_batch(trainer: Any, folder: str, micro: int, config: UniversalCon
         job = replace(job, **{name: size // job.replicas for name in sizes if (size := getattr(job, name))})
     live = BatchSizes(micro // width, args.gradient_accumulation_steps, ranks)
     fit, total = (live.micro, live.accumulation), job.total_batch or live.total
-    if not live.check_total(folder, job, config):
+    if not live.accepts_total(folder, job, config):
         written = None if by_trial else _read_explicit_total(args)
         if job.total_batch and written is not None and written // width != job.total_batch:
             live.refuse(folder, job, f'Write train_batch_size {job.total_batch * width} or "auto" into the ds_config')
@@ -222,8 +222,8 @@ def keep_total_batch(trainer: Any, folder: str, micro: int, config: UniversalCon
         )
         raise comm.common(UnsupportedError(text))
     if is_changed or by_trial:
-        _set_batch(trainer, fit[0] * width, fit[1], total * width, asked=micro * live.accumulation)
-    _record_begun(trainer, job, (live.ranks, fit[1]))
+        _set_batch(trainer, fit[0] * width, fit[1], total * width, script_batch=micro * live.accumulation)
+    _record_initial_sizes(trainer, job, (live.ranks, fit[1]))
     if is_changed and comm.rank == 0:
         old_new = ("per-device batch", micro, fit[0] * width), ("gradient accumulation", live.accumulation, fit[1])
         kept = f"{folder}: total batch {total} kept on {pluralize(live.ranks, 'rank')}"
@@ -253,30 +253,31 @@ def _read_explicit_total(args: Any) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def _set_batch(trainer: Any, micro: int, accumulation: int, total: int, *, asked: int) -> None:
+def _set_batch(trainer: Any, micro: int, accumulation: int, total: int, *, script_batch: int) -> None:
     args, ds_config = trainer.args, trainer.accelerator.state.deepspeed_plugin.hf_ds_config
     args.per_device_train_batch_size = micro // max(1, args.n_gpu)
     args.gradient_accumulation_steps = accumulation
     trainer._train_batch_size = micro
-    ds_config.config.update({**dict(zip(BATCH_SIZES, (total, micro, accumulation), strict=True)), SCRIPT_BATCH: asked})
+    sizes = dict(zip(BATCH_SIZES, (total, micro, accumulation), strict=True))
+    ds_config.config.update(sizes | {SCRIPT_BATCH: script_batch})
     faults = tuple(f"- ds {key}=" for key in BATCH_SIZES)  # begins of the trainer's messages about the old sizes
     ds_config.mismatches = [text for text in ds_config.mismatches if not text.startswith(faults)]
 
 
-def _record_begun(trainer: Any, job: SavedJob, now: tuple[int, int]) -> None:
+def _record_initial_sizes(trainer: Any, job: SavedJob, now: tuple[int, int]) -> None:
     """Record the ranks and micro batches per step of the first launch (``now``: this)."""
-    begun = job.initial_sizes or (job.replicas, job.accumulation or now[1])
+    initial = job.initial_sizes or (job.replicas, job.accumulation or now[1])
     was_divided = job.ranks != job.replicas * job.model_ranks
     if was_divided != _divides_sequences(trainer):
-        begun = now
+        initial = now
         if connect().rank == 0:
             logger.warning(
                 "the trainer scales losses otherwise under sequence parallelism, which only "
                 f"{'the saved run' if was_divided else 'this run'} uses. Compare the first losses with the saved ones."
             )
     state = find_state(trainer)
-    state.begun, state.uses_count = begun if begun != now else None, None
-    trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config.update(zip(INITIAL_SIZES, begun, strict=True))
+    state.initial_sizes, state.uses_count = initial if initial != now else None, None
+    trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config.update(zip(INITIAL_SIZES, initial, strict=True))
 
 
 def _divides_sequences(trainer: Any) -> bool:
@@ -298,7 +299,7 @@ def set_initial_training_values(
     values = original(trainer, args, dataloader, *more)
     folder = find_state(trainer).resumed
     epochs, steps, examples, samples, total, batches, most = values
-    saved = None if folder is None or not hasattr(dataloader, "__len__") else _read_steps(folder)
+    saved = None if folder is None or not hasattr(dataloader, "__len__") else _read_steps_per_epoch(folder)
     if saved in (None, steps):
         return values
     whole = batches // args.gradient_accumulation_steps
@@ -320,7 +321,7 @@ def set_initial_training_values(
     return epochs, whole, examples, samples, total, whole * args.gradient_accumulation_steps, most
 
 
-def _read_steps(folder: str) -> int | None:
+def _read_steps_per_epoch(folder: str) -> int | None:
     """Return the optimizer steps per epoch of the saved run, or None if unknown."""
     state = read_trainer_state(folder)
     step, epoch = state.get("global_step"), state.get("epoch")
@@ -445,7 +446,7 @@ def compute_loss(original: Callable[..., Any], trainer: Any, *args: Any, **kwarg
     """
     call = inspect.signature(original).bind(trainer, *args, **kwargs)
     state, number = find_state(trainer), call.arguments.get("num_items_in_batch")
-    if state.begun is None or not isinstance(number, torch.Tensor):
+    if state.initial_sizes is None or not isinstance(number, torch.Tensor):
         return original(*call.args, **call.kwargs)
     if state.uses_count is None:
         watched = call.arguments["num_items_in_batch"] = number.as_subclass(Watched)
@@ -454,7 +455,7 @@ def compute_loss(original: Callable[..., Any], trainer: Any, *args: Any, **kwarg
         with eager:
             loss = original(*call.args, **call.kwargs)
         state.uses_count = watched.used
-        factor = find_factor(trainer, state.begun, training=True)
+        factor = find_loss_factor(trainer, state.initial_sizes, training=True)
         if not state.uses_count and factor != 1 and connect().rank == 0:
             logger.warning(
                 f"{type(trainer.model).__name__} does not use num_items_in_batch, so the trainer adds up its losses "
@@ -463,17 +464,18 @@ def compute_loss(original: Callable[..., Any], trainer: Any, *args: Any, **kwarg
             )
     else:
         loss = original(*call.args, **call.kwargs)
-    factor = 1.0 if state.uses_count else find_factor(trainer, state.begun, training=call.arguments["model"].training)
+    training = call.arguments["model"].training
+    factor = 1.0 if state.uses_count else find_loss_factor(trainer, state.initial_sizes, training=training)
     return (loss[0] * factor, *loss[1:]) if isinstance(loss, tuple) else loss * factor
 
 
-def find_factor(trainer: Any, begun: tuple[int, int], *, training: bool) -> float:
-    """Return the factor for losses of a model that ignores the number of items."""
+def find_loss_factor(trainer: Any, initial_sizes: tuple[int, int], *, training: bool) -> float:
+    """Return the factor that keeps the scale of losses of a model without item counts."""
     ranks, accumulation = _count_replicas(trainer), trainer.args.gradient_accumulation_steps
     is_average = training and _divides_sequences(trainer)
     adds_ranks = not is_average and getattr(trainer.args, "average_tokens_across_devices", False)
     adds_micro = training and getattr(trainer, "loss_is_scaled_for_ga", None) is not False
-    return (begun[0] / ranks if adds_ranks else 1.0) * (begun[1] / accumulation if adds_micro else 1.0)
+    return (initial_sizes[0] / ranks if adds_ranks else 1.0) * (initial_sizes[1] / accumulation if adds_micro else 1.0)
 
 
 def load_rng_state(original: Callable[..., Any], trainer: Any, checkpoint: str | None) -> None:

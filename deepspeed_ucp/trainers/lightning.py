@@ -51,7 +51,7 @@ def load_checkpoint(
         finish_folders(config, os.path.dirname(os.path.abspath(checkpoint_path)), connect())
     fitting = strategy.lightning_module is not None and strategy.lightning_module.trainer.state.fn == "fit"
     if config is None or not os.path.isdir(checkpoint_path):
-        return _note_loaders(strategy, original(strategy, checkpoint_path, *args, **kwargs))
+        return _record_loaders(strategy, original(strategy, checkpoint_path, *args, **kwargs))
     engine, folder = strategy.deepspeed_engine, os.fspath(checkpoint_path)
     is_foreign = connect().once(lambda: holds_foreign(folder))
     if not (fitting or is_foreign):
@@ -62,7 +62,7 @@ def load_checkpoint(
     if fitting:
         refuse_weights(job, folder, "Start a new run with them: engine.load_checkpoint(folder) in on_fit_start")
         _check_total_batch(engine, folder, job, config)
-    state = _note_loaders(strategy, original(strategy, checkpoint_path, *args, **kwargs))
+    state = _record_loaders(strategy, original(strategy, checkpoint_path, *args, **kwargs))
     if not fitting:
         return state
     loop = state["loops"]["fit_loop"]
@@ -84,8 +84,8 @@ def load_checkpoint(
     return state
 
 
-def _note_loaders(strategy: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """Record whether a checkpoint has positions of stateful loaders; return the state."""
+def _record_loaders(strategy: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Record whether ``state`` has positions of stateful loaders; return ``state``."""
     loop = (state.get("loops") or {}).get("fit_loop") or {}
     if get_config(strategy.model) is not None:
         find_state(strategy.model).loaders_restored = bool((loop.get("state_dict") or {}).get(_LOADERS))
@@ -158,7 +158,7 @@ def backward(original: Callable[..., Any], precision: Any, tensor: Any, model: A
 
 def _check_total_batch(engine: Any, folder: str, job: SavedJob, config: UniversalConfig) -> None:
     live = BatchSizes.of(engine)
-    if live.check_total(folder, job, config):
+    if live.accepts_total(folder, job, config):
         return
     fit = live.fit(folder, job)
     loader = "" if fit[0] == live.micro else f" and a data loader with batch_size={fit[0]}"
@@ -169,7 +169,7 @@ def convert_counts(progress: Mapping[str, Any], was: int | None, now: int) -> in
     """Convert the counts of an epoch's batches to this run's, in whole steps.
 
     Args:
-        progress: saved progress of Lightning's loop; is changed.
+        progress: saved progress of Lightning's loop, which is converted in place.
         was, now: batches per step, in the saved run and in this one.
 
     Returns:

@@ -45,14 +45,14 @@ def load_checkpoint(original: Callable[..., Any], model: list[Any], *args: Any, 
     def load(*args: Any, **kwargs: Any) -> Any:
         path, client_state = load_checkpoint(*args, **kwargs)
         if engine.ucp_report.direct:
-            _accept_degrees((client_state or {}).get("args"))
+            _allow_changed_degrees((client_state or {}).get("args"))
         return path, client_state
 
     with replace_method(engine, "load_checkpoint", load):
         return original(model, *args, **kwargs)
 
 
-def _accept_degrees(saved: Any) -> None:
+def _allow_changed_degrees(saved: Any) -> None:
     live = _get_args()
     changed = [name for name in _DEGREES if getattr(saved, name, None) != getattr(live, name)]
     if saved is None or not changed or getattr(live, "universal_checkpoint", True):

@@ -45,8 +45,8 @@ def read_states(path: str, keys: Mapping[str, str], rank: int) -> States:
     """Read the states in a rank's file; empty if the file is missing.
 
     Args:
-        keys: generator → key in that dict. The accelerator's key has a ``{}`` for the name of the device; its value may
-            be a list with one state per device of the node.
+        keys: generator → key in the file's dict. The accelerator's key has a ``{}`` for the name of the device; its
+            value may be a list with one state per device of the node.
 
     Raises:
         CheckpointError: the file is damaged, or has another form.
@@ -89,7 +89,7 @@ def restore_ranks(engine: Any, folder: str, job: SavedJob, read: Callable[[int],
     axes = {
         name: find_axes({at: by_name.get(name) for at, by_name in zip(places, digests, strict=True)}) for name in names
     }
-    needed = {project(find_coords(parallel), kept) for kept in axes.values()}
+    needed = {project(find_coords(parallel), along) for along in axes.values()}
 
     def restore() -> list[str]:
         known = [(at, read(rank)) for rank, at in zip(ranks, places, strict=True) if at in needed]

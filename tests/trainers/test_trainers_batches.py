@@ -14,7 +14,7 @@ from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.model.index import BATCH_SIZES, SavedJob
 from deepspeed_ucp.trainers import accelerating, lightning
 from deepspeed_ucp.trainers.batches import BatchSizes
-from deepspeed_ucp.trainers.huggingface import _record_begun, find_factor, find_state
+from deepspeed_ucp.trainers.huggingface import _record_begun, find_loss_factor, find_state
 
 
 def test_float_batch_sizes_under_sequence_parallelism_are_accepted() -> None:
@@ -48,7 +48,7 @@ def test_another_sequence_parallel_degree_is_a_warning(saved: int, live: int, wa
     _record_begun(trainer, job, (4 // live, 2))
     assert find_state(trainer).begun is None
     assert ("under sequence parallelism" in caplog.text) is warns
-    assert find_factor(trainer, (8, 1), training=True) == (0.5 if live == 2 else 1.0)
+    assert find_loss_factor(trainer, (8, 1), training=True) == (0.5 if live == 2 else 1.0)
 
 
 def test_lightning_refuses_the_position_of_a_stateful_loader_in_another_world(
