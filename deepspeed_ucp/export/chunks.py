@@ -111,7 +111,7 @@ class Planner(DefaultSavePlanner):
         return torch.frombuffer(chunk.tensor.convert(data, scratch, self.overflowed), dtype=dtype)
 
     def check_repeated(self, comm: Comm) -> None:
-        """Raise an error if a tied tensor changed between its reads on a rank (collective)."""
+        """Raise an error if a tied tensor changed between its reads on any rank."""
         if not any(comm.gather(len(self.repeated))):
             return
         repeated = {check for part in comm.gather(self.repeated) for check in part}
