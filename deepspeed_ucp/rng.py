@@ -94,7 +94,7 @@ def list_generators(engine: Any = None) -> dict[str, Generator]:
 
 
 def follow(engine: Any) -> None:
-    """Save and load random states with checkpoints; call it on every rank before a load.
+    """Save and load random states with checkpoints; call it on every rank.
 
     Example:
         >>> engine, *_ = deepspeed.initialize(model=model, config=ds_config)
