@@ -113,7 +113,7 @@ def test_bytes_of_a_tied_name_that_change_between_reads_are_refused(
 
     def change(planner: Planner, chunk: Chunk) -> torch.Tensor:
         data = read(planner, chunk)
-        if chunk.again:
+        if chunk.is_repeated:
             planner.repeated[-1] = replace(planner.repeated[-1], crc=planner.repeated[-1].crc ^ 1)
         return data
 

@@ -15,7 +15,7 @@ import torch
 from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, OutOfReachError, UnsupportedError
-from deepspeed_ucp.examine.tags import look_at_tag
+from deepspeed_ucp.examine.tags import describe_tag
 from deepspeed_ucp.examine.verify import verify_checkpoint
 from deepspeed_ucp.formats import check_tag, find_tags, read_latest
 from deepspeed_ucp.formats.deepspeed.files import (
@@ -512,7 +512,7 @@ def test_a_published_tag_is_found_and_loaded(tag: Path, tmp_path: Path) -> None:
     assert {os.path.dirname(file.path) for file in index.files} == {str(tag / INSIDE)}
     age = find_age([str(tag)])
     assert age.sealed and age.step == index.counters["global_steps"] and age.time > 0
-    report = look_at_tag(place, name)
+    report = describe_tag(place, name)
     assert not report["fault"] and report["topology"]
     assert verify_checkpoint(str(tag)).whole
 

@@ -287,7 +287,7 @@ def test_a_schedule_keeps_its_length_in_another_world(
     inner = SCHEDULERS[scheduler](torch.optim.SGD([torch.zeros(1)], lr=0.1))
     wrapped = SimpleNamespace(scheduler=inner, step_with_optimizer=True, split_batches=split)
     state = {**inner.state_dict(), **saved}
-    assert accelerating._convert(wrapped, state, SavedJob(4, 1, 5, 8, 1), ranks) == (inner, changes)
+    assert accelerating._adapt_steps(wrapped, state, SavedJob(4, 1, 5, 8, 1), ranks) == (inner, changes)
     assert warning in caplog.text and len(caplog.records) == bool(warning)
 
 

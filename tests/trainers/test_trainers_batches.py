@@ -14,7 +14,7 @@ from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.model.index import BATCH_SIZES, SavedJob
 from deepspeed_ucp.trainers import accelerating, lightning
 from deepspeed_ucp.trainers.batches import BatchSizes
-from deepspeed_ucp.trainers.huggingface import _record_begun, find_loss_factor, find_state
+from deepspeed_ucp.trainers.huggingface import _record_initial_sizes, find_loss_factor, find_state
 
 
 def test_float_batch_sizes_under_sequence_parallelism_are_accepted() -> None:
@@ -45,8 +45,8 @@ def test_another_sequence_parallel_degree_is_a_warning(saved: int, live: int, wa
         get_total_train_batch_size=lambda _: 16 // live,
         _train_batch_size=2,
     )
-    _record_begun(trainer, job, (4 // live, 2))
-    assert find_state(trainer).begun is None
+    _record_initial_sizes(trainer, job, (4 // live, 2))
+    assert find_state(trainer).initial_sizes is None
     assert ("under sequence parallelism" in caplog.text) is warns
     assert find_loss_factor(trainer, (8, 1), training=True) == (0.5 if live == 2 else 1.0)
 
