@@ -47,7 +47,7 @@ _programs: set[int] = set()
 
 @contextmanager
 def block(signals: Iterable[int]) -> Iterator[None]:
-    """Block signals in this thread, and in programs that it starts meanwhile."""
+    """Context that blocks signals in this thread, and in programs that it starts."""
     former = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
@@ -60,7 +60,7 @@ def protect(signals: Iterable[int]) -> None:
     if BaseProcess.start is not _start:
         BaseProcess.start = _start  # type: ignore[method-assign,assignment]
         util.spawnv_passfds = _start_program  # type: ignore[assignment]
-        util.register_after_fork(_begin, lambda begin: begin(os.getppid(), _signals))
+        util.register_after_fork(_protect_this_process, lambda begin: begin(os.getppid(), _signals))
         util.Finalize(None, _end_daemons, exitpriority=0)
     _signals.update(signals)
 
@@ -77,7 +77,7 @@ class _Mark:
     """Protects the process that unpickles it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _begin, (os.getpid(), tuple(_signals))
+        return _protect_this_process, (os.getpid(), tuple(_signals))
 
 
 _original_start = BaseProcess.start
@@ -109,8 +109,8 @@ def _start_program(*args: Any) -> int:
     return pid
 
 
-def _begin(parent: int, signals: Iterable[int]) -> None:
-    """Protect this process, which ``multiprocessing`` has just started."""
+def _protect_this_process(parent: int, signals: Iterable[int]) -> None:
+    """Block signals here, in a process just started, and handle them in a thread."""
     global _protected_pid  # noqa: PLW0603 - one for the process
     _thread_state.starting = False
     if not signals or _protected_pid == os.getpid():
@@ -125,11 +125,11 @@ def _begin(parent: int, signals: Iterable[int]) -> None:
     signal.signal = _set_handler  # type: ignore[assignment]
     subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
     util.Finalize(None, _end_daemons, exitpriority=0)
-    threading.Thread(target=_hold, args=(set(_signals), parent), name="held signals", daemon=True).start()
+    threading.Thread(target=_deliver_signals, args=(set(_signals), parent), name="held signals", daemon=True).start()
 
 
-def _hold(signals: set[int], parent: int) -> None:
-    """Let the parent's signals take effect at once, others when the parent has ended."""
+def _deliver_signals(signals: set[int], parent: int) -> None:
+    """Deliver the parent's signals at once, others when the parent has ended."""
     forked_by, pending = os.getppid(), set[int]()
 
     def has_parent() -> bool:
@@ -142,7 +142,7 @@ def _hold(signals: set[int], parent: int) -> None:
         alone = not has_parent()
         if alone:
             for number in pending:
-                _take_effect(number)
+                _deliver(number)
             pending.clear()
         if received is None:
             continue
@@ -150,12 +150,12 @@ def _hold(signals: set[int], parent: int) -> None:
         if number in _handled:  # the kernel may choose this thread, although the main thread does not block the signal
             signal.pthread_kill(threading.main_thread().ident or 0, number)
         elif alone or received.si_pid in (parent, os.getpid()):
-            _take_effect(number, from_parent=received.si_pid == parent)
+            _deliver(number, from_parent=received.si_pid == parent)
         else:
             pending.add(number)
 
 
-def _take_effect(number: int, *, from_parent: bool = False) -> None:
+def _deliver(number: int, *, from_parent: bool = False) -> None:
     data = sys.modules.get("torch.utils.data")
     if from_parent and number == signal.SIGTERM and data is not None and data.get_worker_info() is not None:
         os._exit(0)  # a loader's worker, as torch's handler does: any other code would be an error in the rank

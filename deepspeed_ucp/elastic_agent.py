@@ -33,7 +33,7 @@ def end_with_agent(environment: MutableMapping[str, str] = os.environ) -> None:
     environment[_RANK_PID] = str(os.getpid())
     process = sys.modules.get("multiprocessing.process")
     if process is not None and (agent := process.parent_process()) is not None:
-        threading.Thread(target=_end_after, args=(agent,), name="agent's end", daemon=True).start()
+        threading.Thread(target=_kill_after, args=(agent,), name="agent's end", daemon=True).start()
     parent = os.getppid()
     # The agent may have ended before the kernel knew of the request:
     if die_with_parent() and (os.getppid() != parent or _is_orphan(parent)):
@@ -45,13 +45,13 @@ def die_with_parent() -> bool:
     return not ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def _end_after(agent: Any) -> None:
+def _kill_after(agent: Any) -> None:
     agent.join()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _is_orphan(parent: int) -> bool:
-    """Return True if the agent ended before the first look: the parent is process 1.
+    """Return True if process 1 has adopted this process because the agent ended.
 
     In a container the agent itself can be process 1: it then runs this process's Python.
     """

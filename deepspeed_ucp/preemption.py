@@ -78,6 +78,10 @@ def follow(
     Raises:
         ValueError: outside the main thread. Under Ray Train, which uses another thread, this is a warning, and signals
             are ignored.
+
+    Example:
+        >>> engine, *_ = deepspeed.initialize(model=model, config=config)
+        >>> preemption.follow(engine, "checkpoints")  # SIGTERM: save after this step, then exit
     """
     platform, job = find_platform(), os.environ.get(SLURM_JOB) if requeue else None
     logs = find_rank() <= 0
@@ -181,11 +185,11 @@ def save_if_signaled(engine: Any) -> None:
         end_writer(engine)
         with contextlib.suppress(Exception):  # a rank may have exited
             comm.gather(None)  # a rank that exits early would close connections that others still use
-        _end(preemption, max(codes), comm, engine.global_steps)
+        _end_rank(preemption, max(codes), comm, engine.global_steps)
 
 
-def _end(preemption: Preemption, code: int, comm: Comm, step: int) -> NoReturn:
-    """End this rank after the job was requeued: Slurm kills the remaining ranks."""
+def _end_rank(preemption: Preemption, code: int, comm: Comm, step: int) -> NoReturn:
+    """Requeue the Slurm job if requested, then raise SystemExit or :class:`Preempted`."""
     if preemption.requeue is not None:
         fault = comm.gather(_requeue(preemption.requeue) if comm.rank == 0 else None)[0]
         if fault and comm.rank == 0:
@@ -197,7 +201,7 @@ def _end(preemption: Preemption, code: int, comm: Comm, step: int) -> NoReturn:
 
 
 def _requeue(job: str) -> str | None:
-    """Requeue a Slurm job, which ends its steps; return an error message or None."""
+    """Requeue a running Slurm job, which ends its steps; return an error or None."""
     try:
         # An empty or relative entry of PATH would take a file of that name in the working directory.
         searched = os.pathsep.join(filter(os.path.isabs, os.environ.get("PATH", os.defpath).split(os.pathsep)))

@@ -74,14 +74,14 @@ def _warn_unsealed(folder: str, comm: Comm, reason: str) -> None:
 
 
 def seal_last(engine: Any) -> None:
-    """Seal the last save, if it is complete, before the next save; collective."""
+    """Try a last time to seal the previous save, before the next one (collective)."""
     save = find_state(engine).unsealed
     if save is not None:
         _seal(engine, save, is_last=True)
 
 
 def seal_late(engine: Any) -> None:
-    """Seal an asynchronous save at a step's end, ever less often (collective)."""
+    """Retry an unsealed save's seal after 1, 2, 4, 8, … steps (collective)."""
     save = find_state(engine).unsealed
     if save is not None:
         save.steps += 1

@@ -35,7 +35,7 @@ _SHAPES = re.compile(
 
 
 def hide_values(value: Any, name: str = "") -> Any:
-    """Hide values that look like secrets, and secrets in URLs."""
+    """Return a value without secrets, judged by its key ``name``, its keys and text."""
     if _NAME.search(name) and value not in (None, True, False):
         return HIDDEN
     if isinstance(value, Mapping):
@@ -47,14 +47,14 @@ def hide_values(value: Any, name: str = "") -> Any:
 
 
 def _hide_option(key: str, value: Any) -> Any:
-    """Hide all text in a store's option except the store's location."""
+    """Hide the text of a store's option, unless its key names a location or account."""
     if isinstance(value, Mapping):
         return {name: _hide_option(name, part) for name, part in value.items()}
     return HIDDEN if isinstance(value, str) and key not in _OPEN else value
 
 
 def hide_text(text: str) -> str:
-    """Hide parts of a log or a value that look like secrets."""
+    """Return a text with its parts that look like secrets replaced by ``HIDDEN``."""
     for pattern in (_FLAG, _NAMED):
         text = pattern.sub(rf"\1{HIDDEN}", text)
     return hide_secrets(_SHAPES.sub(HIDDEN, text))

@@ -63,7 +63,7 @@ class Snapshots:
     fails: bool = False
 
     def restart(self, step: int, first: int = 1) -> None:
-        """Count from ``step`` on; the clock is read after ``first`` steps."""
+        """Start the interval at ``step``; the clock is first read ``first`` steps later."""
         self.prepared, self.since, self.begun = None, step, monotonic()
         self.due = step + (self.steps or first)
 
@@ -100,6 +100,10 @@ def follow(
 
     Raises:
         ConfigError: ``every`` is invalid, or the engine does not save into memory.
+
+    Example:
+        >>> engine, *_ = deepspeed.initialize(model=model, config=config)  # with {"save": true}
+        >>> snapshots.follow(engine, "checkpoints", every="30s")
     """
     config = get_config(engine)
     if config is None or config.save is None:
@@ -130,7 +134,7 @@ def begin_step(engine: Any) -> None:
     """Take the snapshot that is due, when a step begins (collective)."""
     state: Snapshots | None = find_state(engine).snapshots
     if state is not None and state.prepared is not None:
-        _take(engine, state, state.prepared)
+        _take_snapshot(engine, state, state.prepared)
 
 
 def end_step(engine: Any) -> None:
@@ -146,26 +150,26 @@ def end_step(engine: Any) -> None:
         client_state = connect().run(lambda: dict(state.client_state()) if state.client_state else {})
         state.prepared = Prepared(collect(engine, client_state))
     except UcpError as error:
-        _warn(state, engine, error)
+        _log_failure(state, engine, error)
         state.restart(engine.global_steps)
     else:
         # The next batch moves a data sampler, which the engine saves.
         if state.at_once or find_data_sampler(engine) is not None:
-            _take(engine, state, state.prepared)
+            _take_snapshot(engine, state, state.prepared)
 
 
-def _take(engine: Any, state: Snapshots, client_state: Prepared) -> None:
+def _take_snapshot(engine: Any, state: Snapshots, client_state: Prepared) -> None:
     try:
         tag = f"snapshot_step{engine.global_steps}"  # scripts do not use such a tag
         engine.save_checkpoint(state.save_dir, tag, client_state=client_state)
         state.fails = False
     except UcpError as error:
-        _warn(state, engine, error)
+        _log_failure(state, engine, error)
     state.restart(engine.global_steps)
 
 
-def _warn(state: Snapshots, engine: Any, error: UcpError) -> None:
-    """Log the first of consecutive failures; raise an error of this rank alone."""
+def _log_failure(state: Snapshots, engine: Any, error: UcpError) -> None:
+    """Log the first of consecutive failures; re-raise an error of this rank alone."""
     if not is_shared(error):
         raise error
     if not state.fails and connect().rank == 0:

@@ -47,7 +47,7 @@ def _report_uncaught(
 
 
 def _summarize(error: UcpError) -> UcpError | None:
-    """Return this rank's form of an error of all ranks, or None for no output."""
+    """Return the error that this rank prints for an error of all ranks, or None."""
     if not error.echo:
         ranks = int(os.environ.get("WORLD_SIZE") or 1)
         if ranks > 1:

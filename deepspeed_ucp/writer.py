@@ -15,7 +15,7 @@ from .children import protect
 
 
 def protect_writer(engine: Any) -> None:
-    """Keep a new engine's writer alive when a signal goes to all processes of the job."""
+    """Protect a decoupled writer (started later) from signals to all processes."""
     config = getattr(engine._config, "checkpoint_config", {})  # DeepSpeed 0.16 has neither this nor such a writer
     writer = config.get("writer")
     if writer and writer.get("decoupled"):
@@ -39,12 +39,12 @@ def find_other_writer(engine: Any) -> str:
 
 
 def finish_save(engine: Any) -> None:
-    """Wait until an engine's last save is written, in ``latest``, sealed (collective)."""
+    """Wait until a decoupled writer has completed the last save (collective)."""
     if is_decoupled(engine):
         engine._commit_decoupled_checkpoint()
 
 
 def end_writer(engine: Any) -> None:
-    """End the writer process, which this process would wait for at exit without end."""
+    """End a decoupled writer, which exit would otherwise wait for without a timeout."""
     if is_decoupled(engine):
         engine.checkpoint_engine.cleanup()

@@ -30,7 +30,7 @@ class Listener:
         """The rank leaves the phase that it has entered last."""
 
     def end(self) -> None:
-        """There are no further calls."""
+        """Stop: no further calls follow."""
 
 
 LISTENERS = {
@@ -54,7 +54,7 @@ def report_step(step: int, total: int | None = None) -> None:
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Report a phase: forward, backward, step, save, load or train_batch (may nest)."""
+    """Report a phase as a context: forward, backward, step, save, load, train_batch."""
     for room, listener in _find_listeners():
         _call(room, listener.enter, name)
     try:
@@ -77,8 +77,8 @@ def _find_listeners() -> list[tuple[str, Listener]]:
     global _active  # noqa: PLW0603 - one for the process
     if _active is None:
         present = {name: value for name, variable in LISTENERS.items() if (value := os.environ.get(variable))}
-        found = {name: import_module(f".{name}", __name__).find(value) for name, value in present.items()}
-        _active = {name: listener for name, listener in found.items() if listener is not None}
+        listeners = {name: import_module(f".{name}", __name__).find(value) for name, value in present.items()}
+        _active = {name: listener for name, listener in listeners.items() if listener is not None}
     return list(_active.items()) if _active else []
 
 

@@ -31,5 +31,5 @@ class DLRover(Listener):
 
 
 def find(path: str) -> DLRover | None:
-    """Return the listener on rank 0 if the agent has named a file in a made folder."""
+    """Return rank 0's listener if the folder of the agent's file exists, else None."""
     return DLRover(path) if find_rank() <= 0 and os.path.isdir(os.path.dirname(path) or ".") else None

@@ -90,7 +90,7 @@ class Kubeflow(Listener):
 
 
 def find(url: str) -> Kubeflow | None:
-    """Return the listener on rank 0 if the controller has made a token."""
+    """Return the listener on rank 0 if the controller's token exists, else None."""
     token = os.environ.get(_TOKEN)
     if not token or find_rank() > 0 or not os.path.exists(token):
         return None

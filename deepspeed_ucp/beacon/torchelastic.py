@@ -27,7 +27,7 @@ _limit = 0.0  # seconds; 0 sets no timer
 
 
 def set_limit(seconds: float) -> None:
-    """Set this process's timer in seconds; of several engines the longest counts."""
+    """Set the timer's limit; with several engines the longest limit applies."""
     global _limit  # noqa: PLW0603 - one timer for the process
     _limit = max(_limit, seconds)
 

@@ -96,10 +96,10 @@ def _list_stored(folder: str, *, required: bool) -> list[Row]:
 
 def _list_in_memory(memory: str, folder: str | None) -> list[Row]:
     """List this node's saves of ``folder`` in memory; all in ``memory`` if it is None."""
-    from ..saves.search import list_in_memory, open_memory
+    from ..saves.search import find_existing_root, list_in_memory
 
     try:
-        root = memory if folder is None else open_memory(memory)
+        root = memory if folder is None else find_existing_root(memory)
         saves = list_in_memory(root, folder) if root is not None else []
     except (UcpError, OSError) as error:
         logger.warning("saves in memory are not listed: %s", error)

@@ -12,7 +12,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 @contextmanager
 def open_below(folder: str, path: str) -> Iterator[int]:
-    """Yield the descriptor of ``folder/path``; links below ``folder`` are not followed.
+    """Yield a descriptor of ``folder/path``; follow no links below ``folder``.
 
     Args:
         folder: may itself be reached through links.

@@ -72,7 +72,7 @@ def reopen_direct(fd: int, mode: int = os.O_RDONLY) -> int | None:
 
 @contextmanager
 def open_for_direct_writes(fd: int, nbytes: int) -> Iterator[int | None]:
-    """Yield an ``O_DIRECT`` descriptor of an open file, or None if the cache is faster."""
+    """Yield an ``O_DIRECT`` descriptor of a file, or None if the cache is faster."""
     past = reopen_direct(fd, os.O_WRONLY) if nbytes >= LEAST and find_storage_kind(fd) == DISK else None
     try:
         yield past

@@ -70,7 +70,7 @@ def _count_free(path: str) -> int:
 
 @contextmanager
 def explain_full(path: str) -> Iterator[None]:
-    """Context that raises ENOSPC, EDQUOT and EFBIG (disk or quota full) as DiskFullError.
+    """Context that raises ENOSPC, EDQUOT and EFBIG as DiskFullError.
 
     Any other OSError gets ``path`` if the system names no file.
     """

@@ -161,7 +161,7 @@ def _name(path: str) -> str:
 
 
 def _put_if_unchanged(client: Any, key: str, data: bytes, mode: Any, url: str) -> bool:
-    """Write under obstore's ``mode`` if supported; return False if its condition fails."""
+    """Write under obstore's ``mode``, if supported; False if its condition fails."""
     try:
         obstore.put(client, key, data, mode=mode)
     except (AlreadyExistsError, PreconditionError):

@@ -128,7 +128,7 @@ def load_libc() -> ctypes.CDLL:
 
 
 def find_storage_kind(file: int | str) -> str:
-    """Return ``DISK``, ``MEMORY`` or ``NETWORK`` for a path or descriptor; "" if unknown."""
+    """Return DISK, MEMORY or NETWORK for a path or descriptor; empty if unknown."""
     libc, status = load_libc(), _Statfs()
     address = ctypes.byref(status)
     failed = libc.fstatfs(file, address) if isinstance(file, int) else libc.statfs(os.fsencode(file), address)

@@ -220,7 +220,7 @@ def _choose_store(path: str) -> Store:
 
 
 def _dispatch_by_path(method: Callable[Concatenate[Store, str, P], T]) -> Callable[Concatenate[str, P], T]:
-    """Return a function that calls a store's method, on the store of its first argument."""
+    """Return a function that calls a method of the store of its first argument."""
 
     @functools.wraps(method)
     def call(path: str, /, *args: P.args, **options: P.kwargs) -> T:

@@ -15,7 +15,7 @@ from ..errors import shorten
 from ..io.memory import measure_available
 from ..io.paths import MEMORY, find_storage_kind
 from .destinations import has_sealed_part
-from .memory import Job, SavePart, describe_late, is_locked, list_dead, locate
+from .memory import Job, SavePart, describe_pending, has_writer, list_dead, locate
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -29,16 +29,16 @@ def count_free(root: str) -> int:
 
 
 def is_safe(save: SavePart) -> bool:
-    """Return True if all destinations have all nodes' files of a save.
+    """Return True if every destination has the files of all nodes of a save.
 
     The part of a node without files needs no memory in any case.
     """
     is_known = save.node == 0 or not save.list_files()
-    return save.is_written() and (is_known or all(has_sealed_part(save, each) for each in save.destinations))
+    return save.is_written() and (is_known or all(has_sealed_part(save, place) for place in save.destinations))
 
 
 def is_unneeded(save: SavePart, saves: Iterable[SavePart], *, is_dead: bool) -> bool:
-    """Return True if a save or a copy in memory may be deleted.
+    """Return True if a save (or a copy) in memory may be deleted.
 
     No destination waits for it, and all have it or a later save replaces it.
 
@@ -73,7 +73,7 @@ def recycle_unneeded(job: Job, *, is_agreed: bool) -> None:
 
 
 def _list_unneeded(job: Job, is_replaced: Callable[[SavePart], bool] = lambda _: False) -> list[SavePart]:
-    """Return a dead job's unneeded saves, and unneeded copies.
+    """Return a dead job's unneeded saves and copies, in this order.
 
     A copy is also unneeded if the save that it belongs to is.
 
@@ -160,10 +160,10 @@ class MemoryBudget:
             return save.save_dir == folder and (is_removable or not save.list_lacking())
 
         for job in list_dead(self.root):
-            if is_locked(job):
+            if has_writer(job):
                 continue
             spare = _list_unneeded(job, is_replaced)
-            given_up = describe_late(save for save in spare if save.tag != tag)
+            given_up = describe_pending(save for save in spare if save.tag != tag)
             for save in spare:
                 save.remove()
             if given_up:
@@ -171,5 +171,5 @@ class MemoryBudget:
             if spare:
                 names = ", ".join(dict.fromkeys(save.tag for save in spare))
                 logger.info("%s: deleted %s of a dead job, unneeded after %s of %s", job.folder, names, tag, save_dir)
-                if job.holds_none():
+                if job.is_empty():
                     job.remove()

@@ -63,8 +63,8 @@ class _SentFile(_Message):
     changed: int = Field(ge=0, lt=1 << 62)
 
 
-class _Parcel(_Message):
-    """A save, its files (None if the receiver has them), and its marks by destination."""
+class _Offer(_Message):
+    """Description of a save to send; ``files``: None if sent already, ``done``: marks."""
 
     save: SavePart
     files: list[_SentFile] | None
@@ -72,7 +72,7 @@ class _Parcel(_Message):
 
 
 class _Reply(_Message):
-    """Whether the receiver wants the files, and if it refuses them the reason."""
+    """A receiver's reply: ``wanted``: send the files; ``why``: reason of a refusal."""
 
     wanted: bool = False
     why: str = Field(default="", max_length=4096)
@@ -100,7 +100,7 @@ class Peer:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", *divmod(int(_SILENT * 1e6), 10**6)))
         self._connection = Connection(os.dup(sock.fileno()))
-        patience = threading.Timer(_REACHED, self.hang_up)  # a peer may send one byte at a time
+        patience = threading.Timer(_REACHED, self.disconnect)  # a peer may send one byte at a time
         patience.start()
         try:
             for challenge in (deliver_challenge, answer_challenge)[:: 1 if accepted else -1]:
@@ -111,7 +111,7 @@ class Peer:
         finally:
             patience.cancel()
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         """End the connection, also while another thread reads from it."""
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
@@ -190,19 +190,19 @@ class Replicator:
         threading.Thread(target=self._send_all, daemon=True, name=f"copies to {self.target}").start()
 
     def end(self) -> None:
-        """Send the newest save, even if the ranks have not agreed on it."""
+        """Note the job's end: from now on the newest save is sent without agreement."""
         self._ended = time.monotonic()
 
     def finish(self) -> None:
         """Wait until the newest save is sent and received, or a node does not respond."""
         while (now := time.monotonic()) < self._ended + self.wait:
-            if not self._lacks(now) and not self._is_awaiting(now):
+            if not self._target_lacks_save(now) and not self._is_awaiting(now):
                 break
             time.sleep(_LOOKED)
         self._is_over.set()
 
-    def _lacks(self, now: float) -> bool:
-        """Return True if a reachable target lacks the newest save or its marks."""
+    def _target_lacks_save(self, now: float) -> bool:
+        """Return True while a reachable target lacks the newest save or its marks."""
         saves = self.job.list_saves()
         state = saves[-1].read_state() if saves else {}
         if not saves or self._forwarded.get(saves[-1].number) == state["done"]:
@@ -211,7 +211,7 @@ class Replicator:
         return now <= (now if self._failing is None else self._failing) + (0 if has_it else _REACHED)
 
     def _is_awaiting(self, now: float) -> bool:
-        """Return True if a responding source has not sent its part of the newest save."""
+        """Return True while a live source has not sent its part of the newest save."""
         newest = max((save.number for save in self.job.list_saves()), default=0)
         if not newest or newest in [copy.number for copy in self.job.list_copies() if copy.node == self.source]:
             return False
@@ -224,7 +224,7 @@ class Replicator:
         while not self._is_over.wait(_LOOKED):
             save = None
             try:
-                save = self._choose()
+                save = self._choose_save()
                 if save is not None:
                     self._forwarded[save.number] = self._send(save)
                     self._failing = None
@@ -233,7 +233,7 @@ class Replicator:
                 self._note_failure(save, str(error) or type(error).__name__)
                 time.sleep(_AGAIN)
 
-    def _choose(self) -> SavePart | None:
+    def _choose_save(self) -> SavePart | None:
         """Return the save whose files or marks the target lacks, or None."""
         saves, current = self.job.list_saves(), self.job.read("copying").get("current")
         for save in saves[::-1]:
@@ -246,15 +246,15 @@ class Replicator:
         return None
 
     def _send(self, save: SavePart) -> dict[str, str]:
-        """Send a save; return its marks as sent."""
+        """Send a save's files (if not sent before) and marks; return the marks."""
         state = save.read_state()
         done, has_it = state["done"], state["copied"].get(str(self.target))
-        found = [] if has_it else [(path, os.stat(os.path.join(save.folder, path))) for path in save.list_files()]
-        files = [_SentFile(path=path, size=status.st_size, changed=status.st_mtime_ns) for path, status in found]
-        parcel = _Parcel(save=replace(save, folder=""), files=None if has_it else files, done=done)
+        stats = [] if has_it else [(path, os.stat(os.path.join(save.folder, path))) for path in save.list_files()]
+        files = [_SentFile(path=path, size=status.st_size, changed=status.st_mtime_ns) for path, status in stats]
+        offer = _Offer(save=replace(save, folder=""), files=None if has_it else files, done=done)
         peer = Peer(socket.create_connection(self.address, timeout=_REACHED), self.secret, accepted=False)
         try:
-            peer.send(parcel.model_dump_json().encode())
+            peer.send(offer.model_dump_json().encode())
             reply = peer.receive_reply()
             if reply.wanted:
                 for file in files:
@@ -313,28 +313,28 @@ class Replicator:
             _FAULTS: it did not arrive completely; the received part is deleted.
         """
         try:
-            parcel = _Parcel.model_validate_json(peer.receive(_LONGEST))
-            self._check(parcel)
+            offer = _Offer.model_validate_json(peer.receive(_LONGEST))
+            self._check_offer(offer)
         except (ValidationError, StorageError) as error:
             why = "it is not a description of a save" if isinstance(error, ValidationError) else str(error)
             peer.reply(why=f"refused: {why}"[:LONGEST_PATH])
             raise StorageError(f"refused: {why}") from None
         self._current = peer
-        save = replace(parcel.save, folder=self.job.find_copy(parcel.save.node, parcel.save.number))
-        if save.is_recorded() or parcel.files is None:
+        save = replace(offer.save, folder=self.job.find_copy(offer.save.node, offer.save.number))
+        if save.is_recorded() or offer.files is None:
             if save.is_recorded():
-                save.note("done", parcel.done)
+                save.note("done", offer.done)
             peer.reply()
             return
         self._drop_older()
         aside = os.path.join(self.job.folder, f"copy-{save.node}-new")
         try_delete_tree(aside)
         try:
-            if why := self._find_obstacle(parcel.files):
+            if why := self._find_obstacle(offer.files):
                 peer.reply(why=why)
                 raise StorageError(why)
             peer.reply(wanted=True)
-            for file in parcel.files:
+            for file in offer.files:
                 path = os.path.join(aside, file.path)
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 peer.receive_file(path, file.size)
@@ -344,21 +344,21 @@ class Replicator:
             os.makedirs(aside, exist_ok=True)
             made = replace(save, folder=aside)
             made.write_record()
-            made.note("done", parcel.done)
+            made.note("done", offer.done)
             try_delete_tree(save.folder)  # left by an interrupted removal
             os.rename(aside, save.folder)
         finally:
             try_delete_tree(aside)
         peer.reply()
 
-    def _check(self, parcel: _Parcel) -> None:
+    def _check_offer(self, offer: _Offer) -> None:
         """Raise StorageError for another source's save, or a path that leads elsewhere."""
-        save = parcel.save
+        save = offer.save
         if (save.job, save.nodes, save.node) != (self.job.name, self.nodes, self.source):
             raise StorageError("it is not from the node of this job that sends here")
         if not 0 < save.number < 10**8 or not is_below(save.tag):
             raise StorageError("its number or its tag leads elsewhere")
-        for file in parcel.files or ():
+        for file in offer.files or ():
             if not (is_below(file.path) and save.owns(file.path)):
                 raise StorageError(f"{file.path!r} is no file of {save.tag!r}")
 

@@ -148,7 +148,7 @@ def _read_latest(destination: str) -> bytes | None:
 
 
 def _update_latest(save: SavePart, destination: str, named: bytes | None) -> None:
-    """Let ``latest`` name a save, if it is to be named.
+    """Write a save's tag to ``latest``, if the save requests it.
 
     ``latest`` stays if it meanwhile names a save of a later step, or if a later job has saved.
 
@@ -214,10 +214,10 @@ def has_sealed_part(save: SavePart, destination: str) -> bool:
 
 
 def find_permanent_error(save: SavePart, error: Exception, *, is_repeated: bool = False) -> UcpError | None:
-    """Return the error that no retry of writing a save can mend, or None.
+    """Return the error to give up a save with, or None if a retry may succeed.
 
     Args:
-        is_repeated: the attempt before, after which this node has written its files again, raised the same.
+        is_repeated: the previous attempt raised the same error, and this node has rewritten its files since.
     """
     if isinstance(error, (UnsupportedError, TagTakenError)):
         return error

@@ -28,10 +28,10 @@ _SMALL = 1 << 16
 
 
 class MappedFiles:
-    """Files in memory that this process has mapped, if ``wanted``.
+    """Memory maps of files in memory, by inode; empty unless ``wanted``.
 
     Overwriting a mapping copies once, a system call copies twice. A mapping keeps the memory of a file without a name
-    until :meth:`tidy`.
+    until :meth:`release`.
     """
 
     def __init__(self, *, wanted: bool) -> None:
@@ -43,12 +43,12 @@ class MappedFiles:
         return self._mapped.get((status.st_dev, status.st_ino), (0, None))[1]
 
     def note(self, fd: int) -> None:
-        """Let :meth:`settle` map a file."""
+        """Register a large file, which :meth:`settle` will map."""
         if self._wanted and os.fstat(fd).st_size > _SMALL and self.find(fd) is None:
             self._new.append(os.dup(fd))
 
     def settle(self) -> None:
-        """Map the noted files; writing to a mapping of existing pages cannot fail."""
+        """Map the registered files; writing to a mapping of existing pages cannot fail."""
         while self._new:
             fd = self._new.pop()
             status = os.fstat(fd)
@@ -59,7 +59,7 @@ class MappedFiles:
                     continue
             os.close(fd)
 
-    def tidy(self, *, everything: bool = False) -> None:
+    def release(self, *, everything: bool = False) -> None:
         """Release the mappings of files without a name, or all mappings."""
         for key, (fd, _) in list(self._mapped.items()):
             if everything or not os.fstat(fd).st_nlink:
@@ -89,7 +89,7 @@ class StateFile(RecordWriter):
         self.write_pieces(name, _read_pieces(storage), storage.nbytes())
 
     def make_pickle(self) -> Any:
-        """Return a stand-in for ``pickle`` whose pickler notes storages by torch's names."""
+        """Return a stand-in for ``pickle`` whose pickler records storages by torch's keys."""
         storages = self._storages
 
         class Pickler(pickle.Pickler):
@@ -107,10 +107,8 @@ class StateFile(RecordWriter):
         return SimpleNamespace(Pickler=Pickler)
 
 
-def save_over(value: Any, path: str, mapped: MappedFiles) -> None:
-    """Do what ``torch.save(value, path)`` does, and overwrite the file at the path.
-
-    The file's pages are reused.
+def save_in_place(value: Any, path: str, mapped: MappedFiles) -> None:
+    """Save as ``torch.save(value, path)`` does, into the existing file's pages.
 
     Raises:
         OSError: the file cannot be written.
@@ -144,7 +142,7 @@ def _read_pieces(storage: torch.UntypedStorage) -> Iterator[memoryview]:
     if storage.device.type == "cpu":
         yield memoryview(data.numpy())
         return
-    pinned, stream = _prepare(storage.device)
+    pinned, stream = _make_buffers(storage.device)
     pieces = data.split(_PINNED)
 
     def fetch(number: int) -> Any:
@@ -162,7 +160,7 @@ def _read_pieces(storage: torch.UntypedStorage) -> Iterator[memoryview]:
 
 
 @cache  # one set per device: storages are read one after the other
-def _prepare(device: torch.device) -> tuple[list[torch.Tensor], Any]:
-    """Return a device's page-locked buffers and its stream for copies."""
+def _make_buffers(device: torch.device) -> tuple[list[torch.Tensor], Any]:
+    """Return two page-locked buffers and a stream for copies from a device (cached)."""
     pinned = [torch.empty(_PINNED, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     return pinned, torch.get_device_module(device).Stream(device)

@@ -21,7 +21,7 @@ from ..errors import UcpError
 from ..formats.latest import LATEST, find_age, read_tag
 from ..io.paths import is_url
 from ..io.store import exists
-from .launch import finish_dead, wait_until_written
+from .launch import finish_dead_jobs, wait_until_written
 from .memory import find_root, list_dead, locate, owns_memory
 from .saver import list_savers
 
@@ -33,7 +33,7 @@ _postponed, _times = dict[str, tuple[Callable[[], object], str]](), dict[str, fl
 
 
 def begin_save(folder: str | os.PathLike[str], config: UniversalConfig, comm: Comm) -> bool:
-    """Note a trainer's save to a folder; cancel its postponed removal (collective).
+    """Record a trainer's save to a folder; cancel its postponed removal (collective).
 
     Returns:
         True if the save is written to this folder, and the folder holds no save yet.
@@ -46,15 +46,15 @@ def begin_save(folder: str | os.PathLike[str], config: UniversalConfig, comm: Co
 
 
 def restore_times() -> None:
-    """Set the folders' times to those of their saves: trainers order folders by time."""
+    """Set folders' mtimes to their saves' times, by which trainers order them."""
     for folder, at in _times.items():
         with suppress(OSError):
             os.utime(folder, (at, at))
 
 
 @contextmanager
-def guard(module: ModuleType, marker: str, *, coming: bool = False) -> Iterator[None]:
-    """Let a module's ``shutil.rmtree`` do the same as :func:`remove_when_safe`."""
+def postpone_removals(module: ModuleType, marker: str, *, coming: bool = False) -> Iterator[None]:
+    """Context in which a module's ``shutil.rmtree`` calls :func:`remove_when_safe`."""
 
     def rmtree(path: Any, *args: Any, **more: Any) -> None:
         def remove() -> None:
@@ -73,8 +73,8 @@ def guard(module: ModuleType, marker: str, *, coming: bool = False) -> Iterator[
         vars(module)["shutil"] = former
 
 
-def can_guard(module: ModuleType) -> bool:
-    """Return True if a module removes folders as :func:`guard` expects."""
+def can_postpone(module: ModuleType) -> bool:
+    """Return True if a module imports ``shutil``, as :func:`postpone_removals` needs."""
     return vars(module).get("shutil") is shutil
 
 
@@ -125,7 +125,7 @@ def _is_needed(folder: str, marker: str, *, coming: bool = False) -> bool:
     step = _find_step(folder, marker)
     others = (os.path.join(beside, name) for name in os.listdir(beside))
     return step is not None and not any(
-        (found_step := _find_step(other, marker)) is not None and found_step >= step
+        (other_step := _find_step(other, marker)) is not None and other_step >= step
         for other in others
         if locate(other) != folder and other not in written
     )
@@ -141,7 +141,7 @@ def _find_step(folder: str, marker: str) -> int | None:
         return None
 
 
-def finish_here() -> None:
+def finish_local_saves() -> None:
     """Wait at most ``wait_s`` for this rank's saves; then remove postponed folders."""
     _finish_savers()
     remove_postponed()
@@ -153,7 +153,7 @@ def _finish_savers() -> None:
             saver.finish()
 
 
-def finish_folders(config: UniversalConfig, beside: str | os.PathLike[str], comm: Comm) -> None:
+def finish_folders(config: UniversalConfig, folder: str | os.PathLike[str], comm: Comm) -> None:
     """Wait until saves to a folder and its subfolders are written (collective).
 
     Dead jobs' saves count too. Waits at most ``wait_s``, and only while a writer is running.
@@ -161,7 +161,7 @@ def finish_folders(config: UniversalConfig, beside: str | os.PathLike[str], comm
     options = config.save
     if options is None:
         return
-    is_owner, above = owns_memory(options.memory, comm), locate(os.fspath(beside))
+    is_owner, above = owns_memory(options.memory, comm), locate(os.fspath(folder))
 
     def is_wanted(destination: str) -> bool:
         return above in (destination, os.path.dirname(destination))
@@ -170,7 +170,7 @@ def finish_folders(config: UniversalConfig, beside: str | os.PathLike[str], comm
         _finish_savers()
         if is_owner:
             root = find_root(options.memory)
-            finish_dead(root, config)
+            finish_dead_jobs(root, config)
             wait_until_written(lambda: list_dead(root), options.wait_s, is_wanted=is_wanted)
 
     comm.run(finish)

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, cast
 
 from ..children import block
 from ..config import SaveOptions, UniversalConfig
-from .memory import LOG, Job, describe_late, is_locked, list_dead, list_late
+from .memory import LOG, Job, describe_pending, has_writer, list_dead, list_pending_tags
 from .neighbours import Neighbours
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -38,7 +38,7 @@ class WriterPipe:
         self._pipe: BinaryIO | None = None
 
     def notify(self) -> None:
-        """Notify the writer of a save, and start it if needed."""
+        """Notify the writer of a save; start it if needed; log a failed start."""
         try:
             if self._pipe is not None:
                 self._pipe.write(b"\n")
@@ -65,7 +65,7 @@ def start_writer(job: Job, config: UniversalConfig, neighbours: Neighbours | Non
     """Start the process that writes a job's saves, detached from this one.
 
     It imports the same package as this process, and no file of the working directory, which other users may write to:
-    ``-P``, and no relative entries of ``PYTHONPATH``. It inherits the lock of the log: :func:`is_locked` is True from
+    ``-P``, and no relative entries of ``PYTHONPATH``. It inherits the lock of the log: :func:`has_writer` is True from
     here to its end. If an older writer has the lock, it waits for that one to end.
 
     Args:
@@ -98,16 +98,16 @@ def start_writer(job: Job, config: UniversalConfig, neighbours: Neighbours | Non
     return lines
 
 
-def finish_dead(root: str, config: UniversalConfig) -> None:
+def finish_dead_jobs(root: str, config: UniversalConfig) -> None:
     """Start writers for dead jobs' pending saves; remove jobs without a complete save."""
     for job in list_dead(root):
         job.drop_spare()
-        if list_late(job.list_saves()):
+        if list_pending_tags(job.list_saves()):
             try:
                 start_writer(job, config).close()
             except OSError as error:
                 logger.warning("%s: not written on: %s", job.folder, error)
-        elif job.holds_none() and not is_locked(job):
+        elif job.is_empty() and not has_writer(job):
             job.remove()
 
 
@@ -129,8 +129,8 @@ def wait_until_written(
     """
     end, before = time.monotonic() + seconds, ""
     while True:
-        jobs = {job: is_locked(job) for job in list_jobs()}  # before the look: a writer may write the last save and end
-        late = {job: text for job in jobs if (text := describe_late(job.list_saves(), is_wanted))}
+        jobs = {job: has_writer(job) for job in list_jobs()}  # read first: a writer may write its last save and end
+        late = {job: text for job in jobs if (text := describe_pending(job.list_saves(), is_wanted))}
         if not late:
             return True
         if is_enough is not None and is_enough():

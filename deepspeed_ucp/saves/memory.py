@@ -157,7 +157,7 @@ class SavePart:
 
     def remove(self) -> None:
         """Delete it, its record first."""
-        self._forget()
+        self._delete_record()
         try_delete_tree(self.folder)
 
     def recycle(self) -> None:
@@ -165,19 +165,19 @@ class SavePart:
 
         Overwriting is faster than allocating new pages. If there are such files already, it is deleted with its files.
         """
-        self._forget()
+        self._delete_record()
         try:
             os.rename(self.folder, os.path.join(os.path.dirname(self.folder), _SPARE))
         except OSError:
             try_delete_tree(self.folder)
 
-    def _forget(self) -> None:
+    def _delete_record(self) -> None:
         with suppress(FileNotFoundError):
             os.unlink(self._state)
             sync_folder(self.folder)  # before a file is overwritten
 
 
-_own = set[str]()
+_owned_folders = set[str]()
 """Folders of the jobs of this process."""
 
 
@@ -190,8 +190,8 @@ class Job:
         self.spare = os.path.join(folder, _SPARE)
         self._lock_fd: int | None = None
 
-    def own(self) -> None:
-        """Create the folder and lock it until this process ends.
+    def create(self) -> None:
+        """Create the job's folder and lock it until this process ends.
 
         It gets its name after it is locked: a job that starts meanwhile would take it for a dead job's.
         """
@@ -201,28 +201,28 @@ class Job:
         fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
         os.rename(made, self.folder)
         os.register_at_fork(after_in_child=self._close)  # a child does not hold the lock
-        _own.add(self.folder)
+        _owned_folders.add(self.folder)
 
-    def disown(self) -> None:
+    def unlock(self) -> None:
         if self._lock_fd is not None:
             fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
             self._close()
-            _own.discard(self.folder)
+            _owned_folders.discard(self.folder)
 
     def _close(self) -> None:
         if self._lock_fd is not None:
             os.close(self._lock_fd)
             self._lock_fd = None
 
-    def is_there(self) -> bool:
+    def exists(self) -> bool:
         return os.path.exists(os.path.join(self.folder, _OWNER))
 
-    def is_own(self) -> bool:
-        return self.folder in _own
+    def is_of_this_process(self) -> bool:
+        return self.folder in _owned_folders
 
-    def is_owned(self) -> bool:
+    def is_running(self) -> bool:
         """Return True if the job's process is running, also in another container."""
-        return _is_held(os.path.join(self.folder, _OWNER))
+        return _is_locked_file(os.path.join(self.folder, _OWNER))
 
     def read(self, name: str) -> dict[str, Any]:
         """Return a record of the job, or an empty one.
@@ -273,7 +273,7 @@ class Job:
         """Delete the files that are kept for the next save to overwrite."""
         try_delete_tree(self.spare)
 
-    def holds_none(self) -> bool:
+    def is_empty(self) -> bool:
         """Return True if it has neither copies nor saves that may be complete."""
         return all(map(self.is_unfinished, self.list_numbers())) and not any(map(_COPY.fullmatch, _list(self.folder)))
 
@@ -358,7 +358,7 @@ def list_jobs(root: str) -> list[Job]:
 
 def list_dead(root: str) -> list[Job]:
     """Return the jobs whose process has ended."""
-    return [job for job in list_jobs(root) if not job.is_owned()]
+    return [job for job in list_jobs(root) if not job.is_running()]
 
 
 def _is_private(folder: str) -> bool:
@@ -369,11 +369,11 @@ def _is_private(folder: str) -> bool:
 
 
 def list_later(save: SavePart) -> list[SavePart]:
-    """Return running jobs' saves for the same folder, if the save's job is dead."""
+    """Return running jobs' saves for a dead job's folder; [] if the job is running."""
     job = Job(os.path.dirname(save.folder))
-    if job.is_owned():
+    if job.is_running():
         return []
-    living = (other for other in list_jobs(os.path.dirname(job.folder)) if other.is_owned())
+    living = (other for other in list_jobs(os.path.dirname(job.folder)) if other.is_running())
     return [candidate for other in living for candidate in other.list_saves() if candidate.save_dir == save.save_dir]
 
 
@@ -382,7 +382,7 @@ def locate(path: str) -> str:
     return normalize(path) if is_url(path) else os.path.realpath(normalize(path))
 
 
-def list_late(saves: Iterable[SavePart]) -> dict[str, list[str]]:
+def list_pending_tags(saves: Iterable[SavePart]) -> dict[str, list[str]]:
     """Return by destination the tags of a job's pending saves, the oldest first."""
     tags: dict[str, list[str]] = defaultdict(list)
     for save in saves:
@@ -391,9 +391,9 @@ def list_late(saves: Iterable[SavePart]) -> dict[str, list[str]]:
     return dict(tags)
 
 
-def describe_late(saves: Iterable[SavePart], is_wanted: Callable[[str], bool] = lambda _: True) -> str:
+def describe_pending(saves: Iterable[SavePart], is_wanted: Callable[[str], bool] = lambda _: True) -> str:
     """Format pending saves of wanted destinations: ``best, last to /checkpoints``."""
-    late = sorted(list_late(saves).items())
+    late = sorted(list_pending_tags(saves).items())
     return "; ".join(f"{', '.join(tags)} to {destination}" for destination, tags in late if is_wanted(destination))
 
 
@@ -426,13 +426,13 @@ def _list(folder: str) -> list[str]:
     return []
 
 
-def is_locked(job: Job) -> bool:
+def has_writer(job: Job) -> bool:
     """Return True if a job's writer is running or has been started."""
-    return _is_held(os.path.join(job.folder, LOG))
+    return _is_locked_file(os.path.join(job.folder, LOG))
 
 
-def _is_held(path: str) -> bool:
-    """Return True if a process holds the ``flock`` of a file."""
+def _is_locked_file(path: str) -> bool:
+    """Return True if another process holds the ``flock`` of a file."""
     try:
         with open(path) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

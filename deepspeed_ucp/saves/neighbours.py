@@ -52,13 +52,13 @@ class Neighbours:
     current: int = 0
     late: set[str] = field(default_factory=set)
 
-    def agree(self, number: int, comm: Comm) -> None:
+    def agree_on_copies(self, number: int, comm: Comm) -> None:
         """Agree on the complete copies and the next save to copy (collective).
 
         Call it before the save ``number``. All nodes copy the same save until each has it or cannot have it: if each
         node chose for itself, there might never be a save with copies of all nodes.
         """
-        nodes = list(filter(None, comm.gather_results(self._look)))
+        nodes = list(filter(None, comm.gather_results(self._find_state)))
         states, is_late = {state for _, state in nodes}, number - self.current > 1
         if states == {_COPIED}:
             self.safe = self.current
@@ -74,8 +74,8 @@ class Neighbours:
             logger.warning("saves of %s reach their neighbours' memory late or not at all: see %s there", named, log)
         self.late = late
 
-    def _look(self) -> tuple[str, str] | None:
-        """Return this node's name and the state of its part of the current save."""
+    def _find_state(self) -> tuple[str, str] | None:
+        """Return this node's name and its part's state (``_COPIED``, ``_WAITING``, …)."""
         if self.listener is None:
             return None
         name, target = self.settings["name"], str(self.settings["to"])
@@ -87,7 +87,7 @@ class Neighbours:
             return name, _WAITING
         return name, _COPIED if copied[target] else _FAILED
 
-    def is_waited_for(self) -> bool:
+    def has_unsent_save(self) -> bool:
         """Return True if this node's part of the newest save has not been sent."""
         saves = self.job.list_saves()
         return self.listener is not None and bool(saves) and str(self.settings["to"]) not in saves[-1].read("copied")
@@ -133,7 +133,7 @@ def find_neighbours(options: SaveOptions, job: Job, owners: Sequence[int], comm:
 
 
 def _describe_node(options: SaveOptions) -> _Node:
-    """Return this machine's addresses, found without sending a packet."""
+    """Return this machine's name and addresses; no packet is sent."""
     address = master = "127.0.0.1"
     with suppress(OSError):
         addresses = socket.getaddrinfo(os.environ.get("MASTER_ADDR", master), 9, type=socket.SOCK_DGRAM)
@@ -147,7 +147,7 @@ def _describe_node(options: SaveOptions) -> _Node:
 def find_address(nodes: Sequence[_Node], node: int) -> str:
     """Return the address at which other nodes reach a node."""
     addresses = [nodes[node].address, *(described.master for described in nodes)]
-    return next((each for each in addresses if not each.startswith("127.") and each != "::1"), addresses[0])
+    return next((one for one in addresses if not one.startswith("127.") and one != "::1"), addresses[0])
 
 
 def _listen(address: str) -> socket.socket:

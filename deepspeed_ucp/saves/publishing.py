@@ -215,7 +215,7 @@ def _move_others_and_delete(old: str, final: str) -> None:
 
 
 def _identify(folder: str) -> str:
-    """Return a folder's inode and its seal's hash, which a replacement changes."""
+    """Return a folder's inode and its seal's hash as text; empty if it is missing."""
     try:
         inode = os.lstat(folder).st_ino
     except FileNotFoundError:
@@ -300,7 +300,7 @@ class _StoreTag(Tag):
 
     def check_published(self, before: str) -> bool:
         pointer = self.identify()
-        published = _parse(pointer, self.final)
+        published = _parse_pointer(pointer, self.final)
         if published.get("folder") == os.path.basename(self.temporary):
             return True
         if pointer not in ("", before) and self.save.node == 0:  # a removed tag may be published again
@@ -325,13 +325,13 @@ class _StoreTag(Tag):
 
         This is safe while the former writer still runs: its conditional write expects an older pointer and fails.
         """
-        former, current = _parse(before, self.final).get("folder"), os.path.basename(self.temporary)
+        former, current = _parse_pointer(before, self.final).get("folder"), os.path.basename(self.temporary)
         for name in list_folder(self.final):
             if name != current and (name == former or (is_save_file(name) and not name.startswith(WRITTEN))):
                 remove_tree(self.final, name)
 
 
-def _parse(pointer: str, path: str) -> dict[str, Any]:
+def _parse_pointer(pointer: str, path: str) -> dict[str, Any]:
     with suppress(CheckpointError):
         return dict(parse_json(pointer.encode() or b"{}", path))
     return {}

@@ -28,17 +28,17 @@ from ..io.disk import count_allocated
 from ..io.paths import MEMORY, find_storage_kind, is_below, is_url
 from ..writer import find_other_writer, is_decoupled
 from .budget import ADVICE, MemoryBudget, recycle_unneeded
-from .files import MappedFiles, save_over
-from .launch import POLLED, WriterPipe, finish_dead, wait_until_written
+from .files import MappedFiles, save_in_place
+from .launch import POLLED, WriterPipe, finish_dead_jobs, wait_until_written
 from .memory import (
     FINISHED,
     Job,
     SavePart,
-    describe_late,
+    describe_pending,
     find_root,
-    is_locked,
-    list_late,
+    has_writer,
     list_owners,
+    list_pending_tags,
     locate,
     name_job,
 )
@@ -90,21 +90,21 @@ class Saver:
 
     def open(self) -> None:
         """Create this job's folder, and start writers for saves of dead jobs."""
-        self.job.own()
-        finish_dead(self.root, self.writer.config)
+        self.job.create()
+        finish_dead_jobs(self.root, self.writer.config)
         atexit.register(self.close)
 
-    def is_lost(self) -> bool:
-        return self.is_owner and not self.job.is_there()
+    def is_deleted(self) -> bool:
+        return self.is_owner and not self.job.exists()
 
     def release(self) -> None:
-        """Release a folder that was deleted; another saver replaces this one."""
-        self.mapped.tidy(everything=True)
+        """Release the resources of a saver whose folder was deleted."""
+        self.mapped.release(everything=True)
         self.writer.close()
         if self.writer.neighbours is not None:
             self.writer.neighbours.close()
         atexit.unregister(self.close)
-        self.job.disown()
+        self.job.unlock()
 
     def claim(self, save_dir: str, tag: str, step: int) -> None:
         """Reserve a tag in the folder that the script named and in all destinations.
@@ -134,7 +134,7 @@ class Saver:
         return self.job.find_folder(self.number)
 
     def write_file(self, state_dict: Any, path: str) -> None:
-        """Do what ``torch.save`` does, overwriting files that an older save has left.
+        """Save as ``torch.save`` does, overwriting a file of a recycled save.
 
         An error is kept until the end of the save: raised here, it would leave other ranks in DeepSpeed's barrier.
         """
@@ -142,7 +142,7 @@ class Saver:
             return
         try:
             self.job.reuse(path)
-            save_over(state_dict, path, self.mapped)
+            save_in_place(state_dict, path, self.mapped)
         except OSError as error:
             self.failed = f"{path} cannot be written ({error})"
 
@@ -189,13 +189,13 @@ class Saver:
     def free_replaced(self, comm: Comm) -> None:
         """Agree on the save to copy, and free replaced saves (collective, before a save)."""
         if self.writer.neighbours is not None:
-            self.writer.neighbours.agree(self.number + 1, comm)
+            self.writer.neighbours.agree_on_copies(self.number + 1, comm)
         if self.is_owner:
             recycle_unneeded(self.job, is_agreed=True)
 
     def list_pending(self) -> set[str]:
         """Return the folders and URLs that lack saves, on the node's first rank."""
-        return set(list_late(self.job.list_saves())) if self.is_owner else set()
+        return set(list_pending_tags(self.job.list_saves())) if self.is_owner else set()
 
     def record(self, save_dir: str, tag: str, step: int, *, latest: bool, is_snapshot: bool) -> None:
         """Record that all of the node's files of the save are in memory."""
@@ -228,7 +228,7 @@ class Saver:
         Raises:
             StorageError: saves are pending.
         """
-        if late := describe_late(self.job.list_saves()):
+        if late := describe_pending(self.job.list_saves()):
             log = os.path.join(self.job.folder, "log")
             raise StorageError(
                 f"it is not saved, as {why}. Earlier saves are still to be written: {late}; see {log}. Repair the "
@@ -239,7 +239,7 @@ class Saver:
     def list_missing(self) -> dict[str, str]:
         """Return by tag why a destination lacks a save of the script."""
         missing, self.lost = self.lost, {}  # lost ones are named once
-        if self.is_lost():
+        if self.is_deleted():
             why = f"{self.job.folder} was removed, perhaps before it was written"
             missing |= dict.fromkeys(self._requested.values(), why)
         for destination, faults in self._find_late().items():
@@ -265,7 +265,7 @@ class Saver:
             for destination in save.list_lacking():
                 late[destination][save.tag] = save.find_failure(destination)
                 lacking.add(save.number)
-        if not self.is_lost():
+        if not self.is_deleted():
             self._requested = {number: tag for number, tag in self._requested.items() if number in lacking}
         return late
 
@@ -275,7 +275,7 @@ class Saver:
 
     def finish(self, is_enough: Callable[[], bool] | None = None) -> bool:
         """Wait as :meth:`wait` does; a writer that was killed is restarted first."""
-        if list_late(self.job.list_saves()):
+        if list_pending_tags(self.job.list_saves()):
             self.writer.notify()
         is_written = self.wait(is_enough)
         self._find_late()
@@ -291,20 +291,20 @@ class Saver:
         """
         if not self.is_owner:
             return
-        is_finished = not self.keeps_memory and getattr(sys, "last_value", None) is None and self.job.is_there()
-        if is_finished or list_late(self.job.list_saves()):
+        is_finished = not self.keeps_memory and getattr(sys, "last_value", None) is None and self.job.exists()
+        if is_finished or list_pending_tags(self.job.list_saves()):
             self.writer.notify()
         self.writer.close(FINISHED if is_finished else b"")
         end = time.monotonic() + self.options.wait_s
         frees = self.wait() and is_finished  # some platforms kill the writer with the rank
         neighbours = self.writer.neighbours
-        while is_locked(self.job) and time.monotonic() < end:
-            if not (frees or (neighbours is not None and neighbours.is_waited_for())):
+        while has_writer(self.job) and time.monotonic() < end:
+            if not (frees or (neighbours is not None and neighbours.has_unsent_save())):
                 break
             time.sleep(POLLED)
         if neighbours is not None:
             neighbours.close()
-        self.job.disown()
+        self.job.unlock()
 
 
 def list_savers() -> list[Saver]:
@@ -346,7 +346,7 @@ def save_into_memory(
     """
     saver = _open_saver(engine, config)
     comm = connect(waits=False)  # all ranks get here together, as to DeepSpeed's barriers
-    saver.mapped.tidy()
+    saver.mapped.release()
     saver.free_replaced(comm)
     saver.number, saver.failed = saver.number + 1, ""
     saver.lost.pop(tag, None)  # it is saved again
@@ -356,7 +356,7 @@ def save_into_memory(
         return _find_obstacle(engine, saver, tag) or saver.begin(waits=waits)
 
     if why := next(filter(None, comm.gather_results(begin)), ""):
-        saver.mapped.tidy(everything=True)  # mapped memory is not free
+        saver.mapped.release(everything=True)  # mapped memory is not free
         why = next(filter(None, connect().gather_results(partial(begin, waits=not is_snapshot))), "")
     if not why:
         saved, why = _write_quickly(engine, saver, write, comm)
@@ -434,6 +434,10 @@ def finish_saves(engine: Any, *, required: bool = False) -> None:
     Args:
         required: raise StorageError on all ranks if a destination lacks a save of the script; a trainer removes older
             ones next.
+
+    Example:
+        >>> engine.save_checkpoint("checkpoints")  # returns when the save is in memory
+        >>> finish_saves(engine, required=True)  # now the files are in "checkpoints"
     """
     saver = find_state(engine).saver
 
@@ -469,7 +473,7 @@ def _open_saver(engine: Any, config: UniversalConfig) -> Saver:
     """Return the engine's saver; replace one whose folder was deleted (collective)."""
     state, comm = find_state(engine), connect()
     lost: Saver | None = state.saver
-    if lost is not None and any(connect(waits=False).gather_results(lost.is_lost)):  # as in a save
+    if lost is not None and any(connect(waits=False).gather_results(lost.is_deleted)):  # as in a save
         if comm.rank == 0:
             logger.warning(
                 "%s: was deleted with all saves in it while the job runs; new saves continue", lost.job.folder

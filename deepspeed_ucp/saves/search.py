@@ -21,7 +21,7 @@ from ..formats.latest import find_age, read_latest
 from ..io.paths import normalize
 from ..io.store import is_folder
 from .destinations import find_mark
-from .launch import finish_dead
+from .launch import finish_dead_jobs
 from .memory import Job, SavePart, find_root, list_jobs, locate, owns_memory
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -30,7 +30,7 @@ _ROOT = re.compile(r"deepspeed_ucp-\d+")
 """Name of a user's folder in memory."""
 
 
-class Found(NamedTuple):
+class FoundSave(NamedTuple):
     """A complete save in the nodes' memory.
 
     Attributes:
@@ -44,7 +44,7 @@ class Found(NamedTuple):
     copies: tuple[str, ...] = ()
 
 
-def find_in_memory(config: UniversalConfig, load_dir: str, tag: Any, comm: Comm) -> Found | None:
+def find_in_memory(config: UniversalConfig, load_dir: str, tag: Any, comm: Comm) -> FoundSave | None:
     """Return the newest complete save of a folder in the nodes' memory (collective).
 
     Returns None as well if the folder has a later save, or else the first further folder that has a checkpoint.
@@ -60,14 +60,14 @@ def find_in_memory(config: UniversalConfig, load_dir: str, tag: Any, comm: Comm)
     if comm.rank == 0 and list_jobs(root):  # before a writer writes pending saves there
         with suppress(UcpError, OSError):
             is_empty = all(read_latest(folder) is None for folder in (load_dir, *also))
-    comm.run(lambda: finish_dead(root, config) if is_owner else None)
+    comm.run(lambda: finish_dead_jobs(root, config) if is_owner else None)
     newest = search_memory(root, load_dir, tag, comm, also=also, is_owner=is_owner)
     if newest is not None and is_empty:
         _warn_emptied(root, [locate(folder) for folder in (load_dir, *also)], newest)
     return newest
 
 
-def _warn_emptied(root: str, folders: Sequence[str], newest: Found) -> None:
+def _warn_emptied(root: str, folders: Sequence[str], newest: FoundSave) -> None:
     """Warn if a save's job has written to one of these folders without a checkpoint."""
     job = Job(os.path.dirname(newest.folder))
     written = set(job.read("written")).union(*(save.read("done") for save in job.list_saves()))
@@ -82,7 +82,7 @@ def _warn_emptied(root: str, folders: Sequence[str], newest: Found) -> None:
 
 def search_memory(
     root: str, load_dir: str, tag: Any, comm: Comm, *, also: Sequence[str] = (), is_owner: bool = True
-) -> Found | None:
+) -> FoundSave | None:
     """Like :func:`find_in_memory`, but read-only (collective).
 
     Args:
@@ -99,13 +99,13 @@ _Marked = tuple[SavePart, Mapping[str, str]]
 """A save, its folder relative to the jobs' folder, and its marks by destination."""
 
 
-def _find(root: str, load_dir: str, tag: Any, comm: Comm, also: Sequence[str], *, is_owner: bool) -> Found | None:
+def _find(root: str, load_dir: str, tag: Any, comm: Comm, also: Sequence[str], *, is_owner: bool) -> FoundSave | None:
     """Find the newest save of exactly this folder and tag (collective)."""
     wanted, tag = locate(load_dir), None if tag is None else str(tag)
 
     def list_local() -> list[_Marked]:
         # Other running jobs are skipped: their next save overwrites this memory.
-        jobs = [job for job in list_jobs(root) if job.is_own() or not job.is_owned()] if is_owner else []
+        jobs = [job for job in list_jobs(root) if job.is_of_this_process() or not job.is_running()] if is_owner else []
         saves = [save for job in jobs for save in [*job.list_copies(), *job.list_saves()]]
         return [
             (replace(save, folder=os.path.relpath(save.folder, root)), save.read("done"))
@@ -137,7 +137,7 @@ def _find(root: str, load_dir: str, tag: Any, comm: Comm, also: Sequence[str], *
     max_copies = max(sum(save.is_copy() and save.key == key for save, _ in saves) for saves in listed)
     copies = [copy.folder for copy in job.list_copies() if copy.key == key]
     copies = [*copies, *[os.path.join(job.folder, "copy-none")] * max_copies][:max_copies]
-    return Found(job.find_folder(newest.number), newest.tag, newest.step, tuple(copies))
+    return FoundSave(job.find_folder(newest.number), newest.tag, newest.step, tuple(copies))
 
 
 def _find_stored(folders: Sequence[str], tag: str | None) -> tuple[str, str | None]:
@@ -219,8 +219,8 @@ def is_root(folder: str) -> bool:
     return _ROOT.fullmatch(os.path.basename(folder)) is not None and os.path.isdir(folder)
 
 
-def open_memory(memory: str) -> str | None:
-    """Return this user's folder in a folder of memory, or None if no user has one."""
+def find_existing_root(memory: str) -> str | None:
+    """Return this user's folder as :func:`find_root` does, or None if no user has one."""
     folder = os.path.expanduser(os.path.expandvars(memory))  # as `find_root` does
     is_there = os.path.isdir(folder) and any(map(_ROOT.fullmatch, os.listdir(folder)))
     return find_root(memory) if is_there else None
@@ -244,12 +244,12 @@ def list_in_memory(root: str, folder: str | None = None) -> list[HeldSave]:
         also = [destination for save in saves for destination in save.destinations]
         newest = search_memory(root, searched, None, Comm(), also=also)
         taken[load_dir] = newest.folder if newest is not None else ""
-    running, held = {job.name for job in jobs if job.is_owned()}, list[HeldSave]()
+    running, listed = {job.name for job in jobs if job.is_running()}, list[HeldSave]()
     for (load_dir, (name, number)), saves in parts.items():
         is_taken = taken[load_dir] == Job(os.path.join(root, name)).find_folder(number)
         ordered = tuple(sorted(saves, key=lambda part: part.node))
-        held.append(HeldSave(ordered, load_dir, is_running=name in running, is_taken=is_taken))
-    return held
+        listed.append(HeldSave(ordered, load_dir, is_running=name in running, is_taken=is_taken))
+    return listed
 
 
 def list_load_dirs(save: SavePart) -> list[str]:

@@ -36,7 +36,7 @@ from .destinations import (
     wait_until,
     write_save,
 )
-from .memory import FINISHED, Job, SavePart, list_late
+from .memory import FINISHED, Job, SavePart, list_pending_tags
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -101,17 +101,17 @@ class SaveWriter:
             else:
                 self.end = time.monotonic() + self.wait
             for writer in self._writers.values():
-                writer.news.set()
+                writer.wake.set()
         note_end()
         for writer in self._writers.values():
             writer.join()
         self.job.drop_spare()
-        return 1 if list_late(self.job.list_saves()) else 0
+        return 1 if list_pending_tags(self.job.list_saves()) else 0
 
     def list_writers(self) -> list[DestinationWriter]:
         """Return the writers of the destinations that lack saves."""
         with self.lock:
-            late = list_late(self.job.list_saves())
+            late = list_pending_tags(self.job.list_saves())
             self._writers |= {folder: DestinationWriter(self, folder) for folder in late if folder not in self._writers}
             return [self._writers[folder] for folder in late]
 
@@ -141,24 +141,24 @@ class DestinationWriter(threading.Thread):
 
     def __init__(self, writer: SaveWriter, folder: str) -> None:
         super().__init__(name=f"ucp-{folder}")
-        self.writer, self.job, self.folder, self.news = writer, writer.job, folder, threading.Event()
+        self.writer, self.job, self.folder, self.wake = writer, writer.job, folder, threading.Event()
         self._written = dict[str, WrittenTag]()  # in the order of writing
         self._logged = dict[str, str]()  # faults by tag
         self._refused = set[int]()  # numbers of those that are given up, also if memory was full for the record
 
     def run(self) -> None:
-        """Write whenever there is a new save; retry failures after pauses."""
+        """Write new saves until the job ends; retry failures after pauses."""
         while True:
-            self.news.clear()
+            self.wake.clear()
             is_last = self.writer.end < math.inf
             is_written = self.write_all()
             left = self.writer.end - time.monotonic()
             if is_last and (is_written or left <= 0):
                 return
-            self.news.wait(None if is_written else min(_AGAIN, left))
+            self.wake.wait(None if is_written else min(_AGAIN, left))
 
     def write_all(self) -> bool:
-        """Write all saves that the destination lacks, in order; True if none failed."""
+        """Write all pending saves in order; return True if none must be retried."""
         try:
             while True:
                 begun = self._wait_for_first()
@@ -213,6 +213,7 @@ class DestinationWriter(threading.Thread):
         return [save for save in newer if save not in spare]
 
     def _write(self, save: SavePart) -> bool:
+        """Write a save; return True if it is written or given up, False to retry."""
         try:
             # `latest` of the destination may have named a later save.
             is_overtaken = any(entry.number > save.number for entry in self._list_written().values())

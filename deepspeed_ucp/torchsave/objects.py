@@ -259,7 +259,7 @@ def is_setting_int(value: Any) -> bool:
 
 
 def unwrap_enum(value: Any) -> Any:
-    """Return an enum member's value or a dtype's name; return other values as they are."""
+    """Return an enum member's value or a dtype's name; other values as they are."""
     if isinstance(value, Global) and is_dtype(value.kind):
         return value.name
     # An enum member is pickled as a call with its value.

@@ -93,9 +93,9 @@ class HeaderCache:
 
 
 def _read_directory(end: bytes) -> tuple[list[str], bytes, int]:
-    """Return a zip's directory in its last bytes: names, the bytes, and the first storage's checksum.
+    """Parse the directory in a zip's last bytes.
 
-    In the bytes the checksums of that storage and of later records are 0.
+    Returns names, the bytes (with 0 as checksum of the first storage and later records), and that storage's checksum.
     """
     at = start = max(end.find(_ENTRY_MAGIC), 0)
     names, data, crc = list[str](), bytearray(end), None
@@ -202,7 +202,7 @@ def _read_zip(path: str, stream: ReadStream) -> tuple[Pickled, FileRecords]:
 
 
 class _Front(io.BufferedReader):
-    """The beginning of a file. A read allocates at most as many bytes as it has, whatever a pickle declares."""
+    """A file's beginning: reads allocate at most its size, whatever a pickle says."""
 
     def __init__(self, file: FilePart) -> None:
         super().__init__(file, _FRONT)
@@ -222,7 +222,7 @@ def _read_legacy(path: str, stream: ReadStream) -> tuple[Pickled, FileRecords]:
 
 
 def _read_front(front: io.BufferedReader[Any], path: str) -> tuple[Pickled, list[str]]:
-    """Return a legacy file's object and its storages' keys in order, which end where the storages begin."""
+    """Return a legacy file's pickled object and its storages' keys, in file order."""
     data = front.peek(10)
     # DataStates begins a file with the length of a JSON object and the object (datastates/llm/checkpointing.py).
     if len(data) > 9 and 1 < struct.unpack("<Q", data[:8])[0] < _MOST_FRONT and data[8:10] in (b'{"', b"{}"):

@@ -408,7 +408,7 @@ def _is_storage_id(pid: Any) -> bool:
 
 
 def _refuse_allocation(parts: list[Any]) -> None:
-    """Raise ValueError for a call of :data:`_ALLOCATING` with large numbers or keywords."""
+    """Raise ValueError if a call of :data:`_ALLOCATING` has large numbers or keywords."""
     args = parts[1][:_MOST_ARGUMENTS]
     for value in (*args, args):
         numbers = value[:MOST_DIMENSIONS] if isinstance(value, tuple) else (value,)

@@ -24,7 +24,7 @@ from ..formats.latest import check_tag, holds_foreign
 from ..formats.open import read_saved_job
 from ..load.client import read_objects
 from ..model.index import BATCH_SIZES, SCRIPT_BATCH, SHUFFLED, SavedJob, to_integer
-from ..saves.keeping import begin_save, can_guard, finish_folders, guard
+from ..saves.keeping import begin_save, can_postpone, finish_folders, postpone_removals
 from ..saves.saver import finish_saves
 from .batches import (
     BatchSizes,
@@ -130,8 +130,8 @@ def save_state(original: Callable[..., Any], accelerator: Any, *args: Any, **kwa
     if accelerator.project_configuration.automatic_checkpoint_naming:
         folder = os.path.join(_find_parent(accelerator), f"checkpoint_{accelerator.save_iteration}")
     engines = [model for model in accelerator._models if get_config(model) is not None]
-    goes_on = begin_save(folder, config, connect()) and can_guard(module) and len(engines) == 1
-    with guard(module, OWN, coming=True) if goes_on else nullcontext():
+    goes_on = begin_save(folder, config, connect()) and can_postpone(module) and len(engines) == 1
+    with postpone_removals(module, OWN, coming=True) if goes_on else nullcontext():
         saved = original(accelerator, *args, **kwargs)
     if not goes_on:
         for engine in engines:

@@ -28,7 +28,7 @@ from ..errors import CheckpointError, MismatchError, UnsupportedError, describe_
 from ..formats.foreign.names import TRAINER_STATE
 from ..hook import read_options, show_decisions
 from ..model.index import BATCH_SIZES, INITIAL_SIZES, SCRIPT_BATCH, SavedJob, to_integer
-from ..saves.keeping import begin_save, can_guard, finish_folders, guard, remove_postponed, restore_times
+from ..saves.keeping import begin_save, can_postpone, finish_folders, postpone_removals, remove_postponed, restore_times
 from ..saves.saver import finish_saves
 from ..torchsave.objects import PickledObject
 from ..uncaught import shorten_uncaught
@@ -349,13 +349,13 @@ def _can_rotate() -> bool:
     """Return True if the trainer removes folders through :func:`rotate_checkpoints`."""
     modules = [sys.modules["transformers.trainer"], sys.modules["transformers.trainer_utils"]]
     names = "rotate_checkpoints" in vars(modules[0]) and hasattr(modules[0].Trainer, "_finalize_training")
-    return names and all(map(can_guard, modules))
+    return names and all(map(can_postpone, modules))
 
 
 def rotate_checkpoints(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """``rotate_checkpoints`` (one rank): keep the last complete checkpoint."""
     restore_times()
-    with guard(sys.modules["transformers.trainer_utils"], TRAINER_STATE):
+    with postpone_removals(sys.modules["transformers.trainer_utils"], TRAINER_STATE):
         original(*args, **kwargs)
 
 
@@ -364,7 +364,7 @@ def finalize_training(original: Callable[..., Any], trainer: Any, *args: Any, **
     if trainer.is_deepspeed_enabled:
         finish_saves(trainer.model_wrapped)
         remove_postponed()
-    with guard(sys.modules["transformers.trainer"], TRAINER_STATE):
+    with postpone_removals(sys.modules["transformers.trainer"], TRAINER_STATE):
         return original(trainer, *args, **kwargs)
 
 

@@ -22,7 +22,7 @@ from ..formats.latest import find_checkpoint, holds_foreign
 from ..formats.open import read_saved_job
 from ..load.client import read_objects
 from ..model.index import SavedJob, to_integer
-from ..saves.keeping import begin_save, finish_folders, finish_here, remove_when_safe
+from ..saves.keeping import begin_save, finish_folders, finish_local_saves, remove_when_safe
 from ..saves.saver import finish_saves
 from .batches import BatchSizes, refuse_loader_position, refuse_weights, warn_unfinished
 
@@ -143,7 +143,7 @@ def remove_checkpoint(original: Callable[..., Any], strategy: Any, filepath: Any
 
 def teardown(original: Callable[..., Any], strategy: Any) -> None:
     """``DeepSpeedStrategy.teardown``: finish this rank's saves."""
-    finish_here()  # not collective: single ranks may tear down
+    finish_local_saves()  # not collective: single ranks may tear down
     original(strategy)
 
 

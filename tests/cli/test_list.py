@@ -122,8 +122,8 @@ def test_list_shows_the_tags_of_a_store(tmp_path: Path, run_json: Any) -> None:
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
     made = Job(os.path.join(find_root(str(tmp_path / "memory")), name_job()))
-    made.own()
-    made.disown()
+    made.create()
+    made.unlock()
     return made
 
 

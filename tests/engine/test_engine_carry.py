@@ -47,13 +47,13 @@ SAMPLES = 5 * BATCH - 7
 @contextmanager
 def follow(engine: Any, folder: str, *, every: Any, **options: Any) -> Iterator[list[int]]:
     """Take snapshots of an engine until the block ends, unless `every` is 0. Yield the list of their steps."""
-    steps, take = list[int](), snapshots._take
+    steps, take = list[int](), snapshots._take_snapshot
 
     def record(followed: Any, argument: Any, client_state: Any) -> None:
         steps.append(followed.global_steps)
         take(followed, argument, client_state)
 
-    with mock.patch.object(snapshots, "_take", record):
+    with mock.patch.object(snapshots, "_take_snapshot", record):
         if every:
             snapshots.follow(engine, folder, every=every, **options)
         yield steps

@@ -78,7 +78,7 @@ def save_each(
             with ranks.uninstalled():
                 engine.save_checkpoint(reference, tag, {"number": number})
         no_room = mock.patch("deepspeed_ucp.saves.budget.count_free", return_value=1000)
-        runs_full = mock.patch("deepspeed_ucp.saves.saver.save_over", failing)
+        runs_full = mock.patch("deepspeed_ucp.saves.saver.save_in_place", failing)
         with (
             no_room if fault == "no room" else nullcontext(),
             runs_full if fault == "runs full" and is_last else nullcontext(),

@@ -27,10 +27,10 @@ def _leave(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         begin = getattr(kind, name)
         monkeypatch.setattr(kind, name, lambda each: (used[kind].append(each), begin(each))[1])
 
-    note(Job, "own")
+    note(Job, "create")
     note(Saver, "open")
     yield
     for saver in used[Saver]:
         saver.release()
     for job in used[Job]:
-        job.disown()
+        job.unlock()

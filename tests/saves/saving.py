@@ -85,7 +85,7 @@ class Run:
     def __init__(self, folder: Path, destination: str = "", *, memory: str = "memory", name: str = "") -> None:
         self.folder, self.destination = folder, destination or str(folder / "destination")
         self.job = Job(os.path.join(find_root(str(folder / memory)), name or name_job()))
-        self.job.own()
+        self.job.create()
 
     def save(self, *folders: str, **changes: Any) -> SavePart:
         """Make the next save, to folders below the test's folder or to the destination."""
@@ -116,7 +116,7 @@ class Run:
         published = resolve_published(f"{self.destination}/{save.tag}")
         return self.is_whole(save.tag) and strip(read_tree(published)) == read_tree(f"{save.folder}/{save.tag}")
 
-    def list_late(self) -> list[str]:
+    def list_pending_tags(self) -> list[str]:
         """Return the tags that a destination lacks."""
         return [save.tag for save in self.job.list_saves() if save.list_pending()]
 
@@ -284,7 +284,7 @@ class Training(Run):
     def make_dead(self) -> Run:
         """Return a job whose process seems to have ended."""
         dead = Run(self.folder)
-        dead.job.disown()
+        dead.job.unlock()
         return dead
 
 
@@ -301,7 +301,7 @@ class Nodes:
         self.writers = list[Replicator]()
         self.listeners = [socket.create_server(("127.0.0.1", 0)) for _ in self.jobs]
         for job in self.jobs:
-            job.own()
+            job.create()
 
     def describe(self, node: int) -> dict[str, Any]:
         address = list(self.listeners[1 - node].getsockname())

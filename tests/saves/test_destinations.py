@@ -19,7 +19,7 @@ from deepspeed_ucp.io.paths import UPLOAD
 from deepspeed_ucp.io.store import list_folder, list_tree, read_small, remove, write_small
 from deepspeed_ucp.saves import destinations
 from deepspeed_ucp.saves.launch import WriterPipe
-from deepspeed_ucp.saves.memory import SavePart, is_locked
+from deepspeed_ucp.saves.memory import SavePart, has_writer
 from tests.convert.conversions import write_source
 from tests.saves.saving import CONFIG, PLACE, SCRIPT, TAG, Run, call_before
 from tests.stores.server import BUCKET, serve_bucket
@@ -47,7 +47,7 @@ def test_a_save_is_written_to_its_destination_and_overwritten(run: Run) -> None:
         save = run.save()
         (Path(save.folder) / f"{TAG}_universal" / "zero").mkdir(parents=True)
         (Path(save.folder) / f"{TAG}_universal" / "zero" / "half").write_text("of an atomic checkpoint")
-        assert run.write() and run.list_late() == [] and list(save.read("done")) == [run.destination]
+        assert run.write() and run.list_pending_tags() == [] and list(save.read("done")) == [run.destination]
         assert run.holds(save) and run.list_names() == {TAG, "latest", SCRIPT} and run.latest == TAG
         names.append(sorted(map(os.path.basename, list_tree(run.destination))))
     assert names[0] == names[1]
@@ -219,7 +219,7 @@ def test_two_concurrent_jobs_write_the_same_tags(kind: str, tmp_path: Path) -> N
             time.sleep(drawn.uniform(0, 0.3))
         for writer in writers:
             writer.close()
-        wait_until(lambda: not any(is_locked(run.job) for run in runs))
+        wait_until(lambda: not any(has_writer(run.job) for run in runs))
         assert runs[0].latest == "step1" and runs[0].is_whole("step1"), [run.job.folder for run in runs]
 
 

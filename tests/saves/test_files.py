@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from deepspeed_ucp.saves import files
-from deepspeed_ucp.saves.files import MappedFiles, save_over
+from deepspeed_ucp.saves.files import MappedFiles, save_in_place
 
 
 def make_state(numel: int = 100_000) -> dict[str, Any]:
@@ -31,14 +31,14 @@ def test_a_file_is_overwritten_through_its_mapping_until_it_is_deleted() -> None
     mapped = MappedFiles(wanted=True)
     with tempfile.TemporaryDirectory(prefix="ucp-test-", dir="/dev/shm") as folder:
         path = Path(folder, "state.pt")
-        save_over(make_state(), str(path), mapped)
+        save_in_place(make_state(), str(path), mapped)
         mapped.settle()
         with open(path) as file:
             assert mapped.find(file.fileno()) is not None
         for numel in (100_000, 150_000, 30_000):
             state = make_state(numel)
             with mock.patch.object(os, "pwrite", side_effect=os.pwrite) as written:
-                save_over(state, str(path), mapped)
+                save_in_place(state, str(path), mapped)
             assert (written.call_count == 0) == (numel != 150_000)
             check(path, state)
 
@@ -48,7 +48,7 @@ def test_a_file_is_overwritten_through_its_mapping_until_it_is_deleted() -> None
         return [each for each in lines if str(path) in each]
 
     assert list_held()
-    mapped.tidy()
+    mapped.release()
     assert list_held() == []
 
 
@@ -59,12 +59,12 @@ def test_storages_of_devices_are_copied_in_pieces(tmp_path: Path) -> None:
         mock.patch.object(torch.cuda, "is_available", return_value=True),
         mock.patch.object(files, "_read_pieces", side_effect=files._read_pieces) as read_pieces,
     ):
-        save_over(state, str(path), MappedFiles(wanted=False))
+        save_in_place(state, str(path), MappedFiles(wanted=False))
     assert [call.args[0].nbytes() for call in read_pieces.call_args_list] == [400_000, 14]
     check(path, state)
     quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)  # more than a storage and a shape
     with mock.patch.object(torch.cuda, "is_available", return_value=True):
-        save_over({"q": quantized, **state}, str(path), MappedFiles(wanted=False))
+        save_in_place({"q": quantized, **state}, str(path), MappedFiles(wanted=False))
     found = torch.load(path, weights_only=False)
     assert torch.equal(found["weights"], state["weights"])
     assert torch.equal(found["q"].dequantize(), quantized.dequantize())

@@ -50,7 +50,7 @@ def remove(folder: str, *, coming: bool = False) -> bool:
     """Remove a folder as a trainer does; return True if it is removed at once."""
     module = ModuleType("trainer")
     module.shutil = shutil
-    with keeping.guard(module, "own", coming=coming):
+    with keeping.postpone_removals(module, "own", coming=coming):
         module.shutil.rmtree(folder)
         assert module.shutil.disk_usage is shutil.disk_usage
     assert module.shutil is shutil
@@ -120,7 +120,7 @@ def test_pending_saves_of_a_dead_job_are_written_before_the_folder_is_read(tmp_p
     config = UniversalConfig(save=SaveOptions(memory=str(tmp_path / "memory"), wait_s=PATIENCE))
     dead = Run(tmp_path)
     dead.save("out/checkpoint-3")
-    dead.job.disown()
+    dead.job.unlock()
     keeping.finish_folders(config, tmp_path / "out", Comm())
     assert is_whole(str(tmp_path / "out" / "checkpoint-3" / TAG))
     keeping.finish_folders(UniversalConfig(), tmp_path / "out", Comm())

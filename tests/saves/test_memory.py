@@ -17,7 +17,7 @@ from deepspeed_ucp.config import SaveTier
 from deepspeed_ucp.errors import ConfigError, StorageError
 from deepspeed_ucp.io import disk
 from deepspeed_ucp.saves import memory
-from deepspeed_ucp.saves.launch import finish_dead
+from deepspeed_ucp.saves.launch import finish_dead_jobs
 from deepspeed_ucp.saves.memory import Job, find_root, list_jobs, list_owners, name_job
 from tests.saves.saving import CONFIG, TAG, Run
 from tests.support.ranks import run_ranks
@@ -80,17 +80,17 @@ def test_a_job_is_owned_until_its_saving_process_ends(tmp_path: Path) -> None:
     job, (begun, begin), (ended, end) = Job(str(tmp_path / "job")), os.pipe(), os.pipe()
     child = os.fork()
     if not child:
-        job.own()
+        job.create()
         os.fork()  # a worker that outlives the process and does not save
         os.write(begin, b"1")
         os.close(end)
         os.read(ended, 1)
         os._exit(0)
     assert os.read(begun, 1) + os.read(begun, 1) == b"11"
-    assert job.is_owned()
+    assert job.is_running()
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    assert not job.is_owned()
+    assert not job.is_running()
     for fd in (begun, begin, ended, end):
         os.close(fd)
 
@@ -105,7 +105,7 @@ def test_checking_a_jobs_lock_does_not_acquire_it(tmp_path: Path) -> None:
         copies.append(os.dup(file.fileno()))
 
     with mock.patch.object(fcntl, "flock", lock):
-        assert not Job(str(tmp_path)).is_owned()
+        assert not Job(str(tmp_path)).is_running()
     with open(tmp_path / "owner") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     for fd in copies:
@@ -118,12 +118,12 @@ def test_a_starting_job_does_not_count_as_dead(tmp_path: Path) -> None:
 
     def lock(file: Any, operation: int) -> None:
         with mock.patch.object(fcntl, "flock", flock):
-            finish_dead(str(tmp_path), CONFIG)
+            finish_dead_jobs(str(tmp_path), CONFIG)
         flock(file, operation)
 
     with mock.patch.object(fcntl, "flock", lock):
-        job.own()
-    assert job.is_there() and job.is_owned()
+        job.create()
+    assert job.exists() and job.is_running()
 
 
 def test_the_first_of_the_ranks_that_share_memory_owns_it(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from deepspeed_ucp.io.read import crc32
 from deepspeed_ucp.saves import budget, copies, neighbours
 from deepspeed_ucp.saves.copies import Peer
 from deepspeed_ucp.saves.launch import start_writer
-from deepspeed_ucp.saves.memory import SavePart, find_root, is_locked, name_job
+from deepspeed_ucp.saves.memory import SavePart, find_root, has_writer, name_job
 from deepspeed_ucp.saves.neighbours import Neighbours, find_address, find_neighbours
 from deepspeed_ucp.saves.saver import Saver
 from deepspeed_ucp.saves.search import search_memory
@@ -70,7 +70,7 @@ def test_each_node_gets_a_copy_of_the_others_part(nodes: Nodes) -> None:
     saves[0].note("done", {str(nodes.folder / "destination"): "digest"})  # marks are sent later too
     wait_until(lambda: nodes.jobs[1].list_copies()[0].read("done"))
     assert nodes.jobs[1].list_copies()[0].read("done") == saves[0].read("done")
-    assert not nodes.jobs[1].holds_none()
+    assert not nodes.jobs[1].is_empty()
 
 
 def test_a_part_of_a_save_without_files_is_copied(nodes: Nodes) -> None:
@@ -89,7 +89,7 @@ def test_a_load_finds_the_newest_save_with_all_parts(lost: int, nodes: Nodes) ->
     nodes.stop()
     nodes.save(1 - lost, tag="next", step=9)
     for job in nodes.jobs:
-        job.disown()
+        job.unlock()
     shutil.rmtree(nodes.memories[lost])
     root = find_root(nodes.memories[1 - lost])
     found = search_memory(root, str(nodes.folder / "destination"), None, Comm())
@@ -107,7 +107,7 @@ def test_a_done_mark_counts_although_the_copy_lacks_it(nodes: Nodes) -> None:
     write_source(destination, 7)
     (destination / "latest").write_text(TAG)
     for job in nodes.jobs:
-        job.disown()
+        job.unlock()
     roots = [find_root(memory) for memory in nodes.memories]
     assert run_ranks(2, lambda rank, comm: search_memory(roots[rank], str(destination), None, comm)) == [None, None]
 
@@ -274,7 +274,7 @@ def test_a_save_frees_a_dead_jobs_copies_that_their_destination_has(nodes: Nodes
     nodes.start(0, 1)
     save = nodes.save_copied()
     nodes.stop()
-    nodes.jobs[1].disown()
+    nodes.jobs[1].unlock()
     config = UniversalConfig(save=SaveOptions(memory=nodes.memories[1]))
     saver = Saver(config, name_job(), 0, [0])
     with mock.patch.object(budget, "count_free", side_effect=lambda _: 0 if nodes.list_copies(1) else 100):
@@ -299,7 +299,7 @@ def test_a_restarted_writer_is_reached_at_the_same_address(nodes: Nodes) -> None
     files = [path.read_bytes() for path in nodes.folder.rglob("*") if path.is_file()]
     assert not any(SECRET.encode() in data for data in [command, *files])
     os.kill(find_writer(nodes.jobs[1]), signal.SIGKILL)
-    wait_until(lambda: not is_locked(nodes.jobs[1]))
+    wait_until(lambda: not has_writer(nodes.jobs[1]))
     later = [nodes.save(node, tag="later") for node in range(2)]
     time.sleep(0.2)  # the connection is accepted but not answered
     assert not any(save.read("copied").get("1") for save in later)
@@ -310,7 +310,7 @@ def test_a_restarted_writer_is_reached_at_the_same_address(nodes: Nodes) -> None
             pipe.close()
     for listener in nodes.listeners:
         listener.close()
-    wait_until(lambda: not any(map(is_locked, nodes.jobs)))
+    wait_until(lambda: not any(map(has_writer, nodes.jobs)))
     assert [nodes.list_copies(node) for node in range(2)] == [[1, 2], [1, 2]]
     assert is_whole(str(nodes.folder / "destination" / "later"))
 
@@ -352,7 +352,7 @@ def test_all_nodes_agree_on_the_save_to_copy(nodes: Nodes, caplog: pytest.LogCap
         return make_save(job, str(nodes.folder / "destination"), nodes=2, **changes)
 
     def agree(number: int, other: str) -> tuple[int, int]:
-        known.agree(number, TwoNodes(("there", other)))
+        known.agree_on_copies(number, TwoNodes(("there", other)))
         return job.read("copying")["safe"], job.read("copying")["current"]
 
     assert agree(1, "gone") == (0, 1)

@@ -58,7 +58,7 @@ def test_a_node_writes_only_saves_that_the_first_node_has_begun(nodes: list[Run]
     os.rename(tmp_path / "not yet", nodes[0].job.find_folder(3))
     assert nodes[0].write()
     other.join()
-    assert not nodes[1].list_late()
+    assert not nodes[1].list_pending_tags()
 
 
 def test_a_later_save_keeps_the_written_parts_of_a_pending_one(nodes: list[Run]) -> None:

@@ -24,7 +24,7 @@ from deepspeed_ucp.errors import StorageError
 from deepspeed_ucp.io.disk import count_allocated
 from deepspeed_ucp.saves import budget, launch
 from deepspeed_ucp.saves import saver as savers
-from deepspeed_ucp.saves.memory import is_locked, list_late
+from deepspeed_ucp.saves.memory import has_writer, list_pending_tags
 from deepspeed_ucp.saves.saver import finish_saves
 from tests.saves.saving import (
     PATIENCE,
@@ -121,7 +121,7 @@ def test_a_save_waits_until_pending_saves_free_memory(training: Training, monkey
 
     def count(_: str) -> int:
         saver = find_state(training.engine).saver
-        return -1 if saver is not None and list_late(saver.job.list_saves()) else 1 << 40
+        return -1 if saver is not None and list_pending_tags(saver.job.list_saves()) else 1 << 40
 
     monkeypatch.setattr(budget, "count_free", count)
     tags = ["best", "a", "b", "last"]
@@ -242,7 +242,7 @@ def test_training_continues_if_a_writer_fails_to_start(
 def test_saves_share_a_writer_until_it_is_killed(training: Training) -> None:
     """A starting writer counts: a second one would wait for its lock, and the first one for announcements."""
     with mock.patch.object(launch, "start_writer", side_effect=launch.start_writer) as start:
-        assert training.save("a") and is_locked(training.job)
+        assert training.save("a") and has_writer(training.job)
         assert training.save("b") and training.saver.finish()
         assert training.save("c") and training.saver.wait()
         assert start.call_count == 1 and training.is_whole("c")
@@ -250,7 +250,7 @@ def test_saves_share_a_writer_until_it_is_killed(training: Training) -> None:
         assert training.save("d") and training.saver.finish() and training.is_whole("d")
     wait_until(lambda: os.path.exists(training.job.spare))
     training.saver.writer.close()
-    wait_until(lambda: not is_locked(training.job))
+    wait_until(lambda: not has_writer(training.job))
     assert not os.path.exists(training.job.spare)
 
 
@@ -258,7 +258,7 @@ def test_a_hanging_writer_delays_neither_training_nor_exit(tmp_path: Path, caplo
     """Exit waits at most ``wait_s``. When the writer continues, it writes all saves."""
     training = Training(tmp_path, wait_s=0.5)
     training.save("a")
-    wait_until(lambda: not list_late(training.job.list_saves()))
+    wait_until(lambda: not list_pending_tags(training.job.list_saves()))
     stopped = find_writer(training.job)
     os.kill(stopped, signal.SIGSTOP)
     try:
@@ -270,7 +270,7 @@ def test_a_hanging_writer_delays_neither_training_nor_exit(tmp_path: Path, caplo
         assert training.latest == "a"
     finally:
         os.kill(stopped, signal.SIGCONT)
-    wait_until(lambda: not is_locked(training.job))
+    wait_until(lambda: not has_writer(training.job))
     assert training.latest == "c" and training.is_whole(*"bc")
 
 
@@ -316,7 +316,7 @@ def test_a_normal_end_of_a_job_frees_its_memory(end: str, training: Training, mo
         savers.keep_memory()
     training.saver.close()
     assert training.is_whole(TAG) and bool(training.job.list_saves()) is (end != "normal")
-    wait_until(lambda: not is_locked(training.job) and os.path.exists(training.job.folder) is (end != "normal"))
+    wait_until(lambda: not has_writer(training.job) and os.path.exists(training.job.folder) is (end != "normal"))
 
 
 def test_only_the_rank_that_owns_the_memory_starts_a_writer(run: Run) -> None:

@@ -17,7 +17,7 @@ from deepspeed_ucp import hook
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import SaveOptions, SaveTier, UniversalConfig
 from deepspeed_ucp.errors import CheckpointError
-from deepspeed_ucp.saves.search import Found, find_in_memory
+from deepspeed_ucp.saves.search import FoundSave, find_in_memory
 from tests.convert.conversions import write_source
 from tests.saves.saving import TAG, Engine, Run, set_counter
 from tests.support.held import without_collector
@@ -141,7 +141,7 @@ def test_a_load_skips_memory_of_another_running_job(run: Run, find: Find, destin
     """Its next save may overwrite an older one during a read."""
     run.save()
     assert find() == TAG
-    run.job.disown()
+    run.job.unlock()
     with open(os.path.join(run.job.folder, "owner")) as other:
         fcntl.flock(other, fcntl.LOCK_EX)  # like another process
         assert find() is None
@@ -152,7 +152,7 @@ def test_an_error_of_one_rank_in_a_load_from_memory_does_not_fall_back() -> None
     config, comm = UniversalConfig(save=SaveOptions()), Comm()
     with (
         without_collector() as failing,
-        mock.patch.object(hook, "find_in_memory", return_value=Found("folder", TAG, 3)),
+        mock.patch.object(hook, "find_in_memory", return_value=FoundSave("folder", TAG, 3)),
     ):
 
         def load(error: CheckpointError, size: int = 1) -> object:

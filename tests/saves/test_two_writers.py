@@ -258,10 +258,10 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SavePart]:
     folder, made = tmp_path_factory.mktemp("memory"), dict[str, SavePart]()
     for number, name in enumerate("abc"):
         job = Job(str(folder / f"job-{name}"))
-        job.own()
+        job.create()
         for _ in range(number + 1):  # the weights differ by number
             made[name] = make_save(job, PLACE)
-        job.disown()
+        job.unlock()
     return made
 
 

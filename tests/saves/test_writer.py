@@ -162,7 +162,7 @@ def test_a_full_memory_does_not_delay_other_saves(note: str, run: Run) -> None:
         assert write_pending(writer) is (note == "refused")
     assert bool(saves[1].read("done")) is (error is not None) and run.is_whole("second" if error else "first")
     if error is None:
-        assert write_pending(writer) and not run.list_late()
+        assert write_pending(writer) and not run.list_pending_tags()
 
 
 _NEWNS, _NEWUSER = 0x00020000, 0x10000000
@@ -209,7 +209,7 @@ def test_a_repaired_disk_gets_all_saves(fault: str, message: str, run: Run, capl
     assert "not written, to be tried again" in caplog.text and message in caplog.text
     assert run.latest == "first" and run.is_whole("first")
     mount(run.destination, "remount,rw,size=4m")
-    assert write_pending(writer) and run.list_late() == [] and run.latest == "second"
+    assert write_pending(writer) and run.list_pending_tags() == [] and run.latest == "second"
     assert run.is_whole("first", "second") and not list(Path(run.destination).glob(".*"))
 
 
@@ -230,7 +230,7 @@ def test_a_full_memory_does_not_prevent_the_record_of_a_written_save(tmp_path: P
     save = SavePart(run.job.name, 1, run.destination, TAG, 3, True, 0, 1, destinations, run.job.find_folder(1))
     save.write_record()
     writer = SaveWriter(run.job, PATIENCE)
-    assert write_pending(writer) and run.list_late() == [] and run.is_whole() and run.latest == TAG
+    assert write_pending(writer) and run.list_pending_tags() == [] and run.is_whole() and run.latest == TAG
     os.unlink(memory / "ballast")
     run.save(tag="next")
     assert write_pending(writer)
@@ -251,7 +251,7 @@ def test_all_saves_of_a_script_are_written(
     assert [tag for tag, _ in attempts] == ["a", "best", "b", "last"]
     assert run.is_whole("best", "a", "b", "last") and run.latest == "last"
     assert f"{run.destination}: best not written, a later save has the same tag" in caplog.text
-    assert caplog.text.count("not written") == 1 and not run.list_late()
+    assert caplog.text.count("not written") == 1 and not run.list_pending_tags()
     assert [each.tag for each in run.job.list_saves()] == ["last"]
 
 
@@ -317,13 +317,13 @@ def test_a_failing_destination_is_retried_after_growing_pauses(run: Run, monkeyp
     run.save()
     writer = SaveWriter(run.job, 25.0)
     (thread,) = writer.list_writers()
-    thread.news = Pauses()
+    thread.wake = Pauses()
     with run_writer(writer) as announce:
         assert is_third.wait(PATIENCE)
         announce()
         assert is_fifth.wait(PATIENCE)
     assert pauses == [10, 10, 10, 10, 10, 10, 10, 5]
-    assert failed.call_count == len(pauses) + 1 and run.list_late()
+    assert failed.call_count == len(pauses) + 1 and run.list_pending_tags()
 
 
 def test_an_unannounced_save_is_written_at_exit(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,7 +360,7 @@ def test_a_writer_runs_no_code_of_the_current_folder(
         monkeypatch.setenv("PYTHONPATH", searched)
     run.save()
     start_writer(run.job, CONFIG).close()
-    wait_until(lambda: not run.list_late())
+    wait_until(lambda: not run.list_pending_tags())
     assert run.is_whole()
     assert list(folder.rglob("*-executed")) == [] and list(folder.rglob("__pycache__")) == []
 
@@ -389,7 +389,7 @@ def test_a_dead_jobs_pending_save_overwrites_no_save_of_a_running_job(tag: str, 
     """The dead job may have been rolled back, so neither ``latest`` nor a tag returns to its save."""
     dead, living = Run(tmp_path), Run(tmp_path)
     pending = dead.save(tag="same")
-    dead.job.disown()
+    dead.job.unlock()
     living.save(tag="before")
     made = living.write_save(tag=tag)
     assert dead.write() and not pending.list_pending()

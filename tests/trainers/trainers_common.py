@@ -16,7 +16,7 @@ import torch
 
 from deepspeed_ucp.model.index import BATCH_SIZES
 from deepspeed_ucp.saves.launch import WriterPipe
-from deepspeed_ucp.saves.memory import is_locked
+from deepspeed_ucp.saves.memory import has_writer
 from deepspeed_ucp.saves.saver import list_savers
 from tests.support.engines import ranks
 from tests.support.until import wait_until
@@ -135,7 +135,7 @@ def hold_writes() -> Iterator[None]:
     finish_writes()
     for saver in list_savers():  # the idle writer might still look for saves
         saver.writer.close()
-        wait_until(lambda saver=saver: not is_locked(saver.job))
+        wait_until(lambda saver=saver: not has_writer(saver.job))
     former = [(saver, saver.options) for saver in list_savers()]
     for saver, options in former:
         saver.options = options.model_copy(update={"wait_s": 1.0})
