@@ -91,6 +91,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _plan_resume(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Return the data of ``--json`` and the lines of a resume's plan."""
     from ..comm import Comm
     from ..examine.degrees import parse_degrees
     from ..examine.resume import check_resume

@@ -220,7 +220,7 @@ def _compare_rest(
 ) -> tuple[list[ValueDifference], list[str]]:
     """Compare everything except tensors; return differences and notes."""
     weights = left.is_weights_alone or right.is_weights_alone
-    chosen = {pair.left.name for pair in pairs.both} | {atom.name for atom, _ in pairs.shapes}
+    chosen = {pair.left.name for pair in pairs.both} | {atom.name for atom, _ in pairs.reshaped}
     values = []
     if not options.states and not weights:
         values = compare_values(left, right, pairs.names, lambda name: not options.only or name in chosen)
@@ -263,7 +263,7 @@ def _compare_range(pair: Pair, span: Range, mine: memoryview, theirs: memoryview
 def _list_differences(pairs: Pairs, tallies: Tallies) -> tuple[AtomDifference, ...]:
     differences = [_report_atom(atom, "only in A") for atom in pairs.only_left]
     differences += [_report_atom(atom, "only in B") for atom in pairs.only_right]
-    differences += [_report_atom(atom, "shape", text=text) for atom, text in pairs.shapes]
+    differences += [_report_atom(atom, "shape", text=text) for atom, text in pairs.reshaped]
     for number, (values, padding) in tallies.items():
         if values.differing or padding.differing:
             pair = pairs.both[number]

@@ -72,19 +72,19 @@ class Pairs:
     """The atoms of two checkpoints.
 
     Attributes:
-        shapes: (atom, description) of atoms with different logical shapes.
+        reshaped: (atom, description) of atoms with different logical shapes.
         names: A's name → B's name, if they differ.
     """
 
     both: list[Pair]
     only_left: list[Atom]
     only_right: list[Atom]
-    shapes: list[tuple[Atom, str]]
+    reshaped: list[tuple[Atom, str]]
     names: dict[str, str]
     unused: list[str]
 
     def __bool__(self) -> bool:
-        return bool(self.both or self.only_left or self.only_right or self.shapes)
+        return bool(self.both or self.only_left or self.only_right or self.reshaped)
 
 
 def pair_atoms(
@@ -123,7 +123,7 @@ def pair_atoms(
         both=both,
         only_left=[mine[key] for key in chosen[0] if key not in paired[0]],
         only_right=[theirs[key] for key in chosen[1] if key not in paired[1]],
-        shapes=[
+        reshaped=[
             *((mine[a], settled.wrong[a.name]) for a, _ in keys if a.name in settled.wrong),
             *((theirs[b], f"another shape than {a.param}, to which A ties it") for a, b in mismatched),
         ],

@@ -322,7 +322,7 @@ def _holds_functions(scheduler: Any) -> bool:
 
 
 def _expects_live_steps(inner: Any, saved: Mapping[str, Any], was: int, now: int) -> bool:
-    """Return True if functions expect ``now`` steps per optimizer step, not ``was``."""
+    """Return True if functions expect ``now`` steps per optimizer step, or neither."""
     if not isinstance(inner, LambdaLR):
         return False
     functions: Sequence[Callable[[int], float]] = inner.lr_lambdas

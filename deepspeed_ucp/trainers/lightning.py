@@ -70,8 +70,8 @@ def load_checkpoint(
         refuse_loader_position(folder, job)
     live = to_integer(engine.gradient_accumulation_steps())
     rest = convert_counts(loop["epoch_loop.batch_progress"], job.accumulation, live)
-    begun = state.pop(_ACCUMULATION, None) or job.accumulation or live
-    find_state(engine).accumulation = None if begun == live else begun
+    initial = state.pop(_ACCUMULATION, None) or job.accumulation or live
+    find_state(engine).accumulation = None if initial == live else initial
     if connect().rank == 0:
         advice = "these batches must be repeated. Save after whole steps."
         warn_unfinished(folder, rest, job.accumulation or live, advice)
@@ -124,8 +124,8 @@ def save_checkpoint(
     The accumulation is that of the run's first launch. Training continues during the write: the checkpoint has all of
     Lightning's state.
     """
-    begun = find_state(strategy.model).accumulation
-    kept = {} if begun is None else {_ACCUMULATION: begun}
+    initial = find_state(strategy.model).accumulation
+    kept = {} if initial is None else {_ACCUMULATION: initial}
     config, folder = get_config(strategy.model), args[0] if args else kwargs.get("filepath")
     if config is not None and folder is not None:
         begin_save(folder, config, connect())
@@ -150,9 +150,9 @@ def teardown(original: Callable[..., Any], strategy: Any) -> None:
 def backward(original: Callable[..., Any], precision: Any, tensor: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """``DeepSpeedPrecision.backward``: keep the saved run's scale of gradients."""
     engine = model.trainer.model
-    begun = find_state(engine).accumulation
-    if begun is not None:
-        tensor = tensor * (engine.gradient_accumulation_steps() / begun)
+    initial = find_state(engine).accumulation
+    if initial is not None:
+        tensor = tensor * (engine.gradient_accumulation_steps() / initial)
     return original(precision, tensor, model, *args, **kwargs)
 
 
