@@ -31,7 +31,7 @@ CONCEPTS = {
     "an engine": """Buffer BufferSpec EngineBuffer EngineView HeldBuffer LiveBuffer LiveEngine Target TargetInventory
         TargetLayout""",
     "a file": """Entry FileBatch FileHeader FileRecord FileRef FileTable Listing Record Records RecordTable Save
-        SaveFiles Stored""",
+        SaveFiles ReadableFile""",
 }
 """Names of classes that describe the same thing, including past and planned ones, without a leading underscore."""
 

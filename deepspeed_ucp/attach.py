@@ -30,7 +30,7 @@ class Wrapped(NamedTuple):
     Attributes:
         module: it is wrapped after the import of this module, in which it is found by its name.
         name: ``Class.method``, or a function.
-        room: module of this package that has the replacement.
+        wrapper_module: module of this package that has the replacement.
         replacement: function there, called with the original and its arguments.
         newer: older supported releases lack it and do not need it; else a warning is logged if it is missing.
         home: the module that has the name instead, which ``module`` imports.
@@ -38,7 +38,7 @@ class Wrapped(NamedTuple):
 
     module: str
     name: str
-    room: str
+    wrapper_module: str
     replacement: str
     newer: bool = False
     home: str = ""
@@ -217,8 +217,8 @@ def _wrap_method(owner: Any, name: str, wrapped: Wrapped) -> None:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if _ENGINE not in sys.modules:  # a trainer without DeepSpeed
             return original(*args, **kwargs)
-        room = importlib.import_module(f"{__package__}.{wrapped.room}")
-        return getattr(room, wrapped.replacement)(original, *args, **kwargs)
+        wrappers = importlib.import_module(f"{__package__}.{wrapped.wrapper_module}")
+        return getattr(wrappers, wrapped.replacement)(original, *args, **kwargs)
 
     _originals[owner, name] = vars(owner).get(name)
     setattr(owner, name, wrapper)

@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
         folder, *also = common.find_folders(options.checkpoint, options.also, comm)
         rules, groups = comm.run(lambda: (common.read_rules(options), common.read_groups(options.groups)))
         report = survey_checkpoint(folder, comm, Naming(groups=groups), also=also)
-        faults = {finding.kind for finding in report.findings if not finding.warning}
+        faults = {finding.kind for finding in report.findings if finding.is_fault}
         is_unnamed = not groups and faults == {"unnamed"}
         index = report.index if is_unnamed and report.index else comm.run(report.require)
         if not comm.rank:

@@ -101,12 +101,12 @@ def _format_report(result: Verification, *, headers_only: bool) -> list[str]:
     if result.others:
         lines.append(f"{pluralize(len(result.others), 'other file')} not looked into")
     faults = fold_findings(result.faults)
-    return [*lines, *(f"{'warning' if fault.warning else 'FAULT'} [{fault.kind}] {fault.text}" for fault in faults)]
+    return [*lines, *(f"{'FAULT' if fault.is_fault else 'warning'} [{fault.kind}] {fault.text}" for fault in faults)]
 
 
 def _format_verdict(result: Verification, *, headers_only: bool) -> str:
     """Return the verdict: the number of faults, or the extent of compared checksums."""
-    warnings = sum(fault.warning for fault in result.faults)
+    warnings = sum(not fault.is_fault for fault in result.faults)
     if not result.whole:
         text = pluralize(len(result.faults) - warnings, "fault")
     elif headers_only:

@@ -191,7 +191,7 @@ def _settle_both(
     keys = sorted(keys, key=lambda pair: _RANKS.get(pair[0].state, 1))  # weights determine the shapes
     source = {a.name: _list_shapes(left.atoms[a]) for a, _ in keys}
     target = {a.name: _list_shapes(right.atoms[b]) for a, b in keys}
-    theirs = [replace(rule, by="target") for rule in order_rules(right, ())]
+    theirs = [replace(rule, source="target") for rule in order_rules(right, ())]
     both = [*order_rules(left, rules), *theirs]
     settled = settle(sorted(source), source, target, both, left.hints, sides=("A", "B"))
     both_ways = replace(settled, open={}, wrong=_compare_shapes(settled, source, target, both, left))

@@ -80,7 +80,7 @@ class Verification:
     @property
     def whole(self) -> bool:
         """True if there are no faults; warnings do not count."""
-        return all(fault.warning for fault in self.faults)
+        return all(not fault.is_fault for fault in self.faults)
 
     @property
     def nbytes(self) -> int:
@@ -139,7 +139,7 @@ def verify_checkpoint(
     leftovers = {finding.file for finding in more if finding.kind == "leftover"}
     file_faults = [fault for _, part, *_ in gathered for fault in part]
     faults = [*more, *(replace(fault, severity=WARNING) if fault.file in leftovers else fault for fault in file_faults)]
-    if index is not None and not headers_only and all(fault.warning for fault in faults):
+    if index is not None and not headers_only and all(not fault.is_fault for fault in faults):
         try:
             check_samples(index, index.atoms, comm)
         except UcpError as error:  # masters and the model's copies are of different steps

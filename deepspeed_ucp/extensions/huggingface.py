@@ -35,7 +35,7 @@ class HuggingFace(Extension):
 
     def adapt(self, adaptation: Adaptation) -> None:
         saved, module, view = adaptation.index, adaptation.module, adaptation.view
-        mapping = map_checkpoint(saved, module, {*view.shapes, *view.aliases}, adaptation.ruled)
+        mapping = map_checkpoint(saved, module, {*view.shapes, *view.aliases}, adaptation.renamed)
         if mapping.derived or mapping.dropped:
             adaptation.index = derive(saved, mapping.derived, mapping.dropped)
         adaptation.view = replace(view, declared_new=mapping.declared_new)
@@ -71,18 +71,18 @@ class TensorMap:
         return f"read as Hugging Face's libraries do: {shorten(texts, 3)}" if texts else ""
 
 
-def map_checkpoint(index: AtomicIndex, module: Any, live: Collection[str], ruled: Collection[str]) -> TensorMap:
+def map_checkpoint(index: AtomicIndex, module: Any, live: Collection[str], renamed: Collection[str]) -> TensorMap:
     """Map a checkpoint's tensors as the libraries do; empty if nothing is renamed.
 
     Args:
         module: the live model, or a module with one such model inside.
         live: names of all its tensors on all ranks.
-        ruled: saved names that match the user's rules, which are not mapped.
+        renamed: saved names that match the user's rules, which are not mapped.
 
     Raises:
         UcpError: as for :func:`map_file`.
     """
-    saved = {param.name for param in index.atoms.storages} - {*ruled}
+    saved = {param.name for param in index.atoms.storages} - {*renamed}
     wrapping = _find_model(module) if saved - {*live} else None
     if wrapping is None:
         return TensorMap()

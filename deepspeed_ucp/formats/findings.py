@@ -72,9 +72,9 @@ class Finding:
     cause: str = ""
 
     @property
-    def warning(self) -> bool:
-        """Whether the checkpoint can be loaded despite this finding."""
-        return self.severity != FAULT
+    def is_fault(self) -> bool:
+        """Whether the checkpoint cannot be loaded because of this finding."""
+        return self.severity == FAULT
 
 
 def from_error(folder: str, error: UcpError) -> list[Finding]:

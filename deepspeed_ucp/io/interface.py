@@ -33,7 +33,7 @@ class Closing:
         self.close()
 
 
-class Stored(Closing, ABC):
+class ReadableFile(Closing, ABC):
     """A file in any store, open for reads; several threads may read it at once."""
 
     path: str
@@ -185,7 +185,7 @@ class Store(ABC):
         """Open a file as a stream for small reads; blocks of a remote file are cached."""
 
     @abstractmethod
-    def open_stored(self, path: str, /, advice: int = os.POSIX_FADV_NORMAL, *, size: int | None = None) -> Stored:
+    def open_stored(self, path: str, /, advice: int = os.POSIX_FADV_NORMAL, *, size: int | None = None) -> ReadableFile:
         """Open a file for reads into memory; CheckpointError if that fails.
 
         Args:

@@ -19,7 +19,7 @@ from obstore.exceptions import AlreadyExistsError, GenericError, NotSupportedErr
 
 from ..errors import CheckpointError, UnsupportedError
 from .clients import ABSENT, connect, convert_errors, make_os_error
-from .interface import CHANGED, ChangedError, ReadStream, Store, Stored, explain_failure
+from .interface import CHANGED, ChangedError, ReadableFile, ReadStream, Store, explain_failure
 from .memory import drop_front, take_front
 from .paths import FOLDER, Entry, find_root_url, normalize
 from .threads import map_threads
@@ -148,7 +148,7 @@ class ObjectStore(Store):
     def open_stream(self, url: str) -> ReadStream:
         return RemoteStream(RemoteFile(url, _known.get(normalize(url)) or self.find_entry(url)))
 
-    def open_stored(self, url: str, advice: int = os.POSIX_FADV_NORMAL, *, size: int | None = None) -> Stored:
+    def open_stored(self, url: str, advice: int = os.POSIX_FADV_NORMAL, *, size: int | None = None) -> ReadableFile:
         try:
             entry = _known.get(normalize(url))
             return RemoteFile(url, entry or (self.find_entry(url) if size is None else Entry(size, 0.0)))
@@ -197,7 +197,7 @@ def _read_front(url: str, most: int | None) -> tuple[bytes, Any]:
     return bytes(data[:limit]), {name: value for name, value in version.items() if value is not None}
 
 
-class RemoteFile(Stored):
+class RemoteFile(ReadableFile):
     """An object read by ranges, in the version of its entry or of the first answer."""
 
     def __init__(self, url: str, entry: Entry | None) -> None:

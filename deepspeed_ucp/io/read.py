@@ -21,7 +21,7 @@ from isal import isal_zlib
 
 from ..errors import CheckpointError, UnsupportedError
 from ..model.records import CopyItem, FileRef, Read, Records
-from .interface import Closing, Stored
+from .interface import Closing, ReadableFile
 from .memory import Scratch, ScratchPool
 from .paths import is_url
 from .store import open_stored
@@ -183,7 +183,7 @@ class RecordReader(Closing):
         self._pool = pool or ScratchPool()
         self.spent: dict[str, tuple[int, float]] = {}
         self._failover = Failover(failed)
-        self._open: dict[str, Stored] = {}
+        self._open: dict[str, ReadableFile] = {}
         self._opening = defaultdict[str, threading.Lock](threading.Lock)
         self._lock = threading.Lock()
         allow_open_files(len(files))
@@ -241,7 +241,7 @@ class RecordReader(Closing):
         return Checked(read.record, read.offset, read.nbytes, crc)
 
     def _fetch_group(
-        self, file: Stored, group: Sequence[Read], sinks: Sequence[Sink | None], scratch: Scratch
+        self, file: ReadableFile, group: Sequence[Read], sinks: Sequence[Sink | None], scratch: Scratch
     ) -> list[tuple[list[memoryview], Staged]]:
         """Read a group's bytes from a file; return each read's views and staged items."""
         first, nbytes = group[0], sum(read.nbytes for read in group)
@@ -256,7 +256,7 @@ class RecordReader(Closing):
         file.read([view for views, _ in arranged for view in views], offset)
         return arranged
 
-    def read_file(self, number: int, work: Callable[[Stored], T]) -> T:
+    def read_file(self, number: int, work: Callable[[ReadableFile], T]) -> T:
         """Return ``work(file)`` for file ``number``, or for its next copy if that fails.
 
         The nearest copy comes first if its header CRC32 shows that it is the same file, else the first place's.
@@ -267,7 +267,7 @@ class RecordReader(Closing):
             copies = [*dict.fromkeys((file.path, *file.copies))] if self.checksum else [file.path]
         return self._failover.read(copies, lambda path: work(self._open_once(path, file)), file.path)
 
-    def _open_once(self, path: str, file: FileRef) -> Stored:
+    def _open_once(self, path: str, file: FileRef) -> ReadableFile:
         with self._lock:
             opening = self._opening[path]
         with opening:
@@ -275,7 +275,7 @@ class RecordReader(Closing):
                 self._open[path] = self.open_copy(path, file)
             return self._open[path]
 
-    def open_copy(self, path: str, file: FileRef) -> Stored:
+    def open_copy(self, path: str, file: FileRef) -> ReadableFile:
         return open_stored(path, size=file.size)
 
 
@@ -296,7 +296,7 @@ def _arrange(
     return [*views, memory] if memory.nbytes else views, staged
 
 
-def checksum_range(file: Stored, offset: int, nbytes: int, chunk: int = 4 << 20) -> int:
+def checksum_range(file: ReadableFile, offset: int, nbytes: int, chunk: int = 4 << 20) -> int:
     """Return the CRC32 of bytes [offset, offset + nbytes) of an open file."""
     scratch, crc = Scratch(), 0
     for low in range(0, nbytes, chunk):

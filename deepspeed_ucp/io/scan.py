@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ..errors import CheckpointError
-from .interface import Stored
+from .interface import ReadableFile
 from .memory import Scratch
 from .paths import is_url
 from .read import JOINED, Checked, crc32, merge_checks
@@ -85,7 +85,7 @@ class _Scan:
         self.result = Scanned([None if nbytes else 0 for _, nbytes in file.ranges])
         self.checks: list[Checked] = []  # of parts of the ranges, by number of the range
         self.ranges_of: dict[int, list[int]] = defaultdict(list)
-        self.stored: Stored | None = None
+        self.stored: ReadableFile | None = None
         self.lock = threading.Lock()
         for number, (offset, nbytes) in enumerate(file.ranges):
             for piece in range(offset // chunk, -(-(offset + nbytes) // chunk) if nbytes else 0):

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Concatenate, ParamSpec, TypeVar
 from ..errors import CheckpointError
 from .direct import ALIGNMENT, LEAST, REFUSED, align, is_cached, prefers_direct_reads, reopen_direct
 from .disk import explain_full, replacing, sync_file, write_atomically
-from .interface import ReadStream, Store, Stored, explain_failure
+from .interface import ReadableFile, ReadStream, Store, explain_failure
 from .memory import Scratch, drop_front
 from .paths import FOLDER, Entry, is_url
 
@@ -64,8 +64,8 @@ class LocalStream(ReadStream):
         super().close()
 
 
-class StoredFile(Stored):
-    """A local file as :class:`Stored`.
+class LocalFile(ReadableFile):
+    """A local file as :class:`ReadableFile`.
 
     Args:
         advice: access pattern, as of ``os.posix_fadvise``. If large reads bypass the page cache, the default becomes
@@ -202,8 +202,8 @@ class LocalStore(Store):
     def open_stream(self, path: str) -> ReadStream:
         return LocalStream(open_local(path))
 
-    def open_stored(self, path: str, advice: int = os.POSIX_FADV_NORMAL, *, size: int | None = None) -> Stored:
-        return StoredFile(path, advice)
+    def open_stored(self, path: str, advice: int = os.POSIX_FADV_NORMAL, *, size: int | None = None) -> ReadableFile:
+        return LocalFile(path, advice)
 
 
 def _choose_store(path: str) -> Store:

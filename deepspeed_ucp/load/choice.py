@@ -101,7 +101,7 @@ def inspect_engine(context: LoadContext) -> tuple[Target, Naming]:
         groups,
         hyper,
         order=order,
-        dual=hasattr(target.engine.module, "phase_bounds"),  # DualPipeV: a forward and a backward stage per rank
+        dual_pipe=hasattr(target.engine.module, "phase_bounds"),  # DualPipeV: a forward and a backward stage per rank
         keys={key: name for _, keys, _ in answers for key, name in keys.items()},
         rename=partial(find_renamed, rules=context.rules),
         ep=target.ep,
@@ -205,7 +205,7 @@ def list_other_orders(context: LoadContext, target: Target, index: AtomicIndex) 
     saved, shapes = {name: index.resolve(name) for name in target.params}, list_shapes(index)
     target_shapes = {name: shapes[name] for name in saved.values() if name in shapes}
     try:
-        live = from_universal_info(info, by="target").follow(saved)
+        live = from_universal_info(info, source="target").follow(saved)
         settled = settle_index(index, context.rules, target_shapes, [live])
     except (MismatchError, UnsupportedError):  # one side's metadata cannot be read: no contradiction is known
         return []

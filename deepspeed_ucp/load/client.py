@@ -148,7 +148,7 @@ def _is_allowed(use: Use, value: Any, allowed: Mapping[str, Any]) -> bool:
     """
     if use.member:
         return use.kind == GETATTR or _is_member(use.kind, allowed)
-    if use.steered:
+    if use.custom_methods:
         return False
     if use.states and isinstance(value, type) and issubclass(value, enum.Enum):
         return False  # its members are shared by the whole process
@@ -209,8 +209,14 @@ def _is_harmless(value: Any, use: Use) -> bool:
     plain = issubclass(value, (dict, list)) and all(kind.__module__ != "builtins" for kind in classes)
     named = [name for kind in classes for name in vars(kind) if _dotted_name(kind) not in _REVIEWED]
     runs = any(name in named for name in _RUN_BY_PICKLE.split())
-    steered = use.called and any("__getattr__" in vars(kind) for kind in classes)  # by an entry's name
-    return plain and type(value) in _PLAIN_KINDS and not runs and not steered and not any(map(_sets_by_code, classes))
+    named_by_file = use.called and any("__getattr__" in vars(kind) for kind in classes)  # by an entry's name
+    return (
+        plain
+        and type(value) in _PLAIN_KINDS
+        and not runs
+        and not named_by_file
+        and not any(map(_sets_by_code, classes))
+    )
 
 
 _PLAIN_KINDS = (type, abc.ABCMeta)

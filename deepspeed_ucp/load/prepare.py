@@ -133,7 +133,7 @@ def settle_layouts(
     Without tensor parallelism only tensors of another shape have an entry: a padded vocabulary, or a ``resize`` rule.
     """
     whole = index.topology.tp == live.tp == 1
-    reshaped = [*match.resized, *match.ruled]
+    reshaped = [*match.resized, *match.resized_by_rule]
     if whole and not reshaped:
         return Settled()
     shapes = live.shapes
@@ -158,7 +158,7 @@ def list_live_rules(live: EngineView, saved: Mapping[str, str]) -> list[RuleSet]
     Args:
         saved: live name → saved name, to which the rules refer; attributes of other parameters are left out.
     """
-    rules = [from_universal_info(live.info, by="target").follow(saved)] if live.info else []
+    rules = [from_universal_info(live.info, source="target").follow(saved)] if live.info else []
     if live.attributes:
         rules.append(from_attributes({saved[n]: attributes for n, attributes in live.attributes.items() if n in saved}))
     return rules
@@ -169,10 +169,10 @@ def _match(
 ) -> tuple[FillPlan, Settled]:
     """Match engine and checkpoint; return this rank's plan and each tensor's cut."""
     is_first, rules, objections = context.comm.rank == 0, context.rules, Objections()
-    ruled = find_renamed(list_names(saved), {*view.shapes, *view.aliases}, rules).values()
+    renamed = find_renamed(list_names(saved), {*view.shapes, *view.aliases}, rules).values()
     # Stages of a pipeline have different modules, and all ranks must read alike.
     module = target.engine.module if target.parallel.pp == 1 else None
-    adapted = Adaptation(saved, view, rules, module, is_first, saved, {*ruled})
+    adapted = Adaptation(saved, view, rules, module, is_first, saved, {*renamed})
     for extension in context.extensions:
         extension.adapt(adapted)
     index, view = adapted.index, adapted.view
@@ -319,8 +319,8 @@ def _join_touched(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) ->
 
 def _log_match(fill_plan: FillPlan) -> None:
     match, index = fill_plan.match, fill_plan.index
-    if match.kept:
-        names = shorten(match.kept, 3 if index.format else 40)
+    if match.left_initial:
+        names = shorten(match.left_initial, 3 if index.format else 40)
         logger.warning("%s: %s keep the values that the new model has", index.dropped, names)
     if match.untouched:
         count = pluralize(len(match.untouched), "frozen tensor")

@@ -117,7 +117,7 @@ class Use:
             called, filled, hashed or passed to a call.
         states: types of the attributes that its instances receive (``dict``, ``list``, ``tuple``…).
         called: the pickle calls it with arguments.
-        steered: the file chooses the code that setting the attributes runs: instances change after they received
+        custom_methods: the file chooses the code that setting the attributes runs: instances change after they received
             attributes, or may have an entry ``__setstate__``. No known writer does so.
         member: for ``builtins.getattr``: it only looks up names of classes; for other names: it was looked up in this
             way, as Python 3.11.0 to 3.11.3 writes members of enums.
@@ -127,7 +127,7 @@ class Use:
     value: bool = False
     states: frozenset[str] = frozenset()
     called: bool = False
-    steered: bool = False
+    custom_methods: bool = False
     member: bool = False
 
 

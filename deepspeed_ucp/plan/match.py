@@ -54,11 +54,11 @@ class Match:
         skipped: differences that a lenient load ignores.
         missing: live names that the checkpoint lacks, and whether they are trained.
         untouched: frozen parameters and buffers that the checkpoint lacks: a lenient load leaves them as they are.
-        kept: tensors that keep their initial value because the source's converter dropped them.
+        left_initial: tensors that keep their initial value because the source's converter dropped them.
         hyper: live param group → the hyper-parameters that it takes.
         notes: warnings about state that is restored differently.
         resized: live name → its difference, if only the number of rows differs: patterns decide if it is padding.
-        ruled: live names of another shape than saved, for which the user has a ``resize`` rule.
+        resized_by_rule: live names of another shape than saved, for which the user has a ``resize`` rule.
         fault: an error message if the parameters cannot be matched, else empty.
     """
 
@@ -67,11 +67,11 @@ class Match:
     skipped: list[Fault] = field(default_factory=list)
     missing: dict[str, bool] = field(default_factory=dict)
     untouched: list[str] = field(default_factory=list)
-    kept: list[str] = field(default_factory=list)
+    left_initial: list[str] = field(default_factory=list)
     hyper: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     resized: dict[str, Fault] = field(default_factory=dict)
-    ruled: list[str] = field(default_factory=list)
+    resized_by_rule: list[str] = field(default_factory=list)
     fault: str = ""
 
     @property
@@ -95,7 +95,7 @@ class Adaptation:
         module: the live module; None in a pipeline, whose ranks have different modules.
         log: whether this rank logs.
         saved: the checkpoint as it was saved.
-        ruled: saved names to which ``rename`` rules give a live name.
+        renamed: saved names to which ``rename`` rules give a live name.
         notes: warnings for all ranks.
     """
 
@@ -105,7 +105,7 @@ class Adaptation:
     module: Any
     log: bool
     saved: AtomicIndex
-    ruled: Set[str]
+    renamed: Set[str]
     notes: list[str] = field(default_factory=list)
 
 
@@ -184,7 +184,7 @@ def _match_names(
         match.params[name] = param
         if len(shapes) == len(saved_shapes) == 1 and shapes != saved_shapes:
             if find_resize(rules, saved):
-                match.ruled.append(name)
+                match.resized_by_rule.append(name)
             else:
                 differing[name] = saved_shapes[0], shapes[0]
     return differing, thawed
@@ -193,10 +193,10 @@ def _match_names(
 def _note_missing(
     index: AtomicIndex, match: Match, names: Sequence[str], name: str, shape: Shape, is_trained: bool
 ) -> None:
-    """Record a tensor that the checkpoint lacks in ``kept``, ``notes`` or ``skipped``."""
+    """Add a tensor that the checkpoint lacks to ``left_initial``, ``notes`` or ``skipped``."""
     is_dropped = index.dropped and not any(index.find(index.resolve(other), MASTER) for other in names)
     if is_dropped and not is_trained:
-        match.kept.append(name)
+        match.left_initial.append(name)
     elif names[0] in index.buffers:
         match.notes.append(f"{name}: a buffer that the saved state dict leaves out keeps the new model's value")
     else:

@@ -14,7 +14,7 @@ import numpy as np
 from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, UnsupportedError, shorten
 from ..io.cast import average
-from ..io.interface import Stored
+from ..io.interface import ReadableFile
 from ..io.memory import Scratch
 from ..io.read import Checked, MemorySink, RecordReader, merge_checks
 from ..model.flat import find_gaps
@@ -52,7 +52,7 @@ class AtomReader(RecordReader):
         super().__init__(index.records, index.files, failed=index.failed, **options)
         self.index = index
 
-    def open_copy(self, path: str, file: FileRef) -> Stored:
+    def open_copy(self, path: str, file: FileRef) -> ReadableFile:
         if file.places:
             check_copy(path, file)
         return super().open_copy(path, file)

@@ -89,28 +89,28 @@ class Viewed(Pattern):
         return ShardNC(parts=parts, dim=first, blocks=blocks, sized=True, unit=step, widths=widths)
 
 
-def from_universal_info(info: object, by: str = "checkpoint") -> RuleSet:
+def from_universal_info(info: object, source: str = "checkpoint") -> RuleSet:
     """Make the rules of a ``universal_checkpoint_info``.
 
     Args:
         info: the dictionary as saved, of any version; other values, such as None, give no rules.
-        by: "target" for a live engine's info.
+        source: "target" for a live engine's info.
 
     Raises:
         MismatchError: an affine map has a newer format, or an entry is malformed.
     """
-    name = "universal_checkpoint_info" if by != "target" else "the live engine's universal_checkpoint_info"
+    name = "universal_checkpoint_info" if source != "target" else "the live engine's universal_checkpoint_info"
     if not isinstance(info, Mapping):
         return RuleSet(name)
     try:
-        return _read_info(name, info, by)
+        return _read_info(name, info, source)
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise MismatchError(
             f"universal_checkpoint_info: an entry is malformed ({type(error).__name__}: {error})"
         ) from None
 
 
-def _read_info(name: str, info: Mapping[str, Any], by: str) -> RuleSet:
+def _read_info(name: str, info: Mapping[str, Any], source: str) -> RuleSet:
     unsupported = [_refuse_rule(text, f"{name}: {reason}") for text, reason in (info.get(UNSUPPORTED) or {}).items()]
     rules = [*unsupported, *_read_affine(name, info), *_read_parts(info), *_read_lists(info)]
     literal: dict[str, list[Rule]] = {}
@@ -127,7 +127,7 @@ def _read_info(name: str, info: Mapping[str, Any], by: str) -> RuleSet:
         vocab=vocab if isinstance(vocab, int) else None,
         # AutoTP before it wrote maps: it lists every parameter except those cut on dimension 0.
         fallback=ShardV() if UNSUPPORTED in info and AFFINE not in info else None,
-        by=by,
+        source=source,
         shared=tuple(map(compile_prefix, _get_list(info, "pipeline_replicated_parameter_patterns"))),
         reported=True,
     )

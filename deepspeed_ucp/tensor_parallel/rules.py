@@ -204,16 +204,16 @@ def name_rule(name: str, pattern: Pattern | Spec) -> Rule:
 
 @dataclass(frozen=True, slots=True)
 class RuleSet:
-    """Rules of one origin.
+    """Rules of one source.
 
     Attributes:
-        name: origin, for messages.
+        name: source, for messages.
         rules: in any order; rules that match one parameter must agree.
         literal: parameter → rules for it alone (AutoTP has thousands).
         hints: parameter → reason why the set has no pattern for it, for the case that no other set has one.
         vocab: rows of the vocabulary without padding, or None if unknown.
-        by: ``user``: has precedence over all others. ``target``: a live engine's description of its own shards at its
-            own degree. Else ``checkpoint``.
+        source: ``user``: has precedence over all others. ``target``: a live engine's description of its own shards at
+            its own degree. Else ``checkpoint``.
         shared: expressions for parameters that the checkpoint declares equal on several pipeline stages.
         fallback: pattern of parameters (not buffers) without a rule.
         reported: report each rule that matches nothing; else only if no rule matches anything.
@@ -228,7 +228,7 @@ class RuleSet:
     vocab: int | None = None
     renames: tuple[Rename, ...] = ()
     resizes: tuple[Resize, ...] = ()
-    by: str = "checkpoint"
+    source: str = "checkpoint"
     shared: tuple[Matcher, ...] = ()
     fallback: Pattern | None = None
     reported: bool = False
@@ -350,7 +350,7 @@ def _parse_set(value: object, name: str) -> tuple[RuleSet, ...]:
         resizes=tuple(
             replace(rule, match=f"(?:{file.prefix})(?:{rule.match})") if file.prefix else rule for rule in file.resize
         ),
-        by="user",
+        source="user",
         reported=True,
     )
     if file.family is None:
@@ -464,7 +464,7 @@ def _count_renamed(family: RuleSet, saved: Collection[str], live: Collection[str
 def from_arguments() -> RuleSet:
     """Load the rules that depend on the saved arguments of known training scripts."""
     (rules,) = _parse_set(_read_packaged("_arguments"), "the client's arguments")
-    return replace(rules, reported=False, by="checkpoint")
+    return replace(rules, reported=False, source="checkpoint")
 
 
 def _make_rule(spec: Spec, prefix: str) -> Rule:

@@ -113,7 +113,7 @@ def settle(
 
     Args:
         source, target: name → local shape per tensor-parallel rank; target None for a conversion.
-        rule_sets: by precedence; the first with a pattern counts. A live engine's own rules (``by`` "target") come
+        rule_sets: by precedence; the first with a pattern counts. A live engine's own rules (``source`` "target") come
             second for the target, after the user's, and last for the source.
         hints: facts of the checkpoint (``AtomicIndex.hints``): ``args``, ``checkpoint_version``.
         degree: tensor-parallel degree of a target without known shapes (``target`` is None).
@@ -130,7 +130,7 @@ def settle(
         except MismatchError as error:
             settler.settled.wrong[name] = str(error)
     for rule_set in rule_sets:
-        unused = settler.settled.unused if rule_set.by == "user" else settler.settled.notes
+        unused = settler.settled.unused if rule_set.source == "user" else settler.settled.notes
         unused.extend(rule_set.find_unused(names))
     return settler.settled
 
@@ -153,7 +153,7 @@ class _Settler:
         ranks = self.degree or len(target or source)
         self.facts = replace(self.facts, values={"ranks": ranks, **self._measure(source)})
         if target == source or self.degree == len(source):
-            if len(source) > 1 and any(rule_set.by == "target" for rule_set in self.rule_sets):
+            if len(source) > 1 and any(rule_set.source == "target" for rule_set in self.rule_sets):
                 self._compare_orders(name, source)
             self._record(name, _twice(Unique() if len(source) == 1 else SameShards(), SAME), source, source)
             return
@@ -201,7 +201,7 @@ class _Settler:
         try:
             self._record(name, self._find_sides(name) or _twice(Unique(), SAME), source, None)
         except MismatchError:
-            if any(rule_set.by == "user" for rule_set in self.rule_sets):
+            if any(rule_set.source == "user" for rule_set in self.rule_sets):
                 raise
             self._record(name, _twice(Unique(), SAME), source, None)
 
@@ -266,7 +266,7 @@ class _Settler:
         sides = []
         for side in ("source", "target"):
             precedence = {"user": 0, "target": 1 if side == "target" else 3, "checkpoint": 2}
-            for rule_set in sorted(self.rule_sets, key=lambda one: precedence[one.by]):
+            for rule_set in sorted(self.rule_sets, key=lambda one: precedence[one.source]):
                 if id(rule_set) not in patterns:
                     patterns[id(rule_set)] = self._find_pattern(rule_set, name)
                 if (pattern := patterns[id(rule_set)]) is not None:

@@ -142,7 +142,7 @@ class Pickled(pickle._Unpickler):
         self.made: set[Global] = set()  # classes of plain values
         self.called: set[Global] = set()  # called with arguments
         self.states: dict[Global, set[str]] = defaultdict(set)  # callables whose results get attributes: state types
-        self.steered: set[Global] = set()  # see `Use`
+        self.with_custom_methods: set[Global] = set()  # see `Use`
         self.hashed: list[tuple[Global, Any]] = []  # classes whose hash reads an attribute, with the attributes
         self.looked_up: set[str] = set()
         self.used: list[Any] = []  # values that a call or hash may read, and callables with more than plain results
@@ -302,7 +302,7 @@ class Pickled(pickle._Unpickler):
             changed.edits.append((pickle.BUILD, [state]))
         elif type(changed) is OrderedItems:
             if changed.state is not None:
-                self.steered.update(one for one in self.globals if one.kind == _ORDERED)
+                self.with_custom_methods.update(one for one in self.globals if one.kind == _ORDERED)
             changed.state = state
         else:
             self._edit(changed, pickle.BUILD, [state])
@@ -314,8 +314,8 @@ class Pickled(pickle._Unpickler):
         made = _find_call(changed)
         maker, gives = made.parts[0], op == pickle.BUILD
         named = type(maker) is Global
-        if named and maker not in self.steered and _is_steered(op, made):
-            self.steered.add(maker)
+        if named and maker not in self.with_custom_methods and _may_call_custom_method(op, made):
+            self.with_custom_methods.add(maker)
         if named and gives:
             self.states[maker].add(type(operands[0]).__name__)
             self.hashed += [(maker, operands[0])] if maker.kind == _UUID else ()
@@ -340,7 +340,7 @@ class Pickled(pickle._Unpickler):
             value = one in self.made and one not in used
             member = one.kind == GETATTR and not any(other.kind == GETATTR for other in others)
             states = frozenset(self.states.get(one, ()))
-            return Use(one.kind, value, states, one in self.called, one in self.steered, member)
+            return Use(one.kind, value, states, one in self.called, one in self.with_custom_methods, member)
 
         members = tuple(Use(name, member=True) for name in sorted(self.looked_up))
         return {one: make_use(one) for one in named}, members
@@ -370,7 +370,7 @@ def _is_cheap_to_hash(state: Any) -> bool:
     return isinstance(state, dict) and all(value is None or is_setting_int(value) for value in state.values())
 
 
-def _is_steered(op: bytes, made: PickledObject) -> bool:
+def _may_call_custom_method(op: bytes, made: PickledObject) -> bool:
     """Return True if ``op`` may look up a method that the file set (see :class:`Use`)."""
     before, fills = made.edits[-1][0] if made.edits else b"", op in (pickle.APPENDS, pickle.ADDITEMS)
     if before == pickle.BUILD or (fills and before == pickle.SETITEMS):

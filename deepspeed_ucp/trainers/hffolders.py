@@ -111,7 +111,7 @@ def _find_fault(folder: str, args: Any, config: UniversalConfig, comm: Comm) -> 
         if isinstance(error, OutOfReachError):
             raise
         return str(error)
-    faults = [fault.text for fault in verification.faults if not fault.warning]
+    faults = [fault.text for fault in verification.faults if fault.is_fault]
     return f"{places[0]}: {shorten(faults, 3)}" if faults else ""
 
 

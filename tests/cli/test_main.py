@@ -475,7 +475,7 @@ def test_the_patterns_option_is_a_family_a_file_or_json(tmp_path: Path) -> None:
     assert read_rules(Namespace(patterns=None)) == ()
     assert read_rules(Namespace(patterns="megatron-gpt"))[0].name == "family megatron-gpt"
     assert "rules.yaml" in read_rules(Namespace(patterns=str(tmp_path / "rules.yaml")))[0].name
-    assert read_rules(Namespace(patterns='[{"match": "a", "pattern": "shard-v"}]'))[0].by == "user"
+    assert read_rules(Namespace(patterns='[{"match": "a", "pattern": "shard-v"}]'))[0].source == "user"
     with pytest.raises(deepspeed_ucp.ConfigError, match="neither a family, a file nor JSON"):
         read_rules(Namespace(patterns="[{"))
 

@@ -63,7 +63,7 @@ def write_atomic(folder: Path) -> Path:
 
 
 def list_faults(report: Verification) -> list[tuple[str, str]]:
-    return [(fault.kind + "?" * fault.warning, fault.file) for fault in report.faults]
+    return [(fault.kind + "?" * (not fault.is_fault), fault.file) for fault in report.faults]
 
 
 def verify_folder(path: Path, *also: Path, **options: Any) -> list[tuple[str, str]]:
@@ -350,7 +350,7 @@ def test_latest_is_read_by_one_rank_and_a_failure_is_a_warning(tmp_path: Path, m
     assert len(reads) == 1
     for each in report:
         (fault,) = each.faults
-        assert fault.kind == "latest" and fault.warning and "out of reach" in fault.text
+        assert fault.kind == "latest" and not fault.is_fault and "out of reach" in fault.text
 
 
 def test_a_failed_listing_fails_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

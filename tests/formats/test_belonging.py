@@ -201,7 +201,7 @@ def test_a_shard_of_another_run_breaks_the_seal(tmp_path: Path, topology: Topolo
     seal_folder(str(path), Comm())
     (name,) = (each for each in os.listdir(path) if each.endswith(shard(rank)))
     shutil.copy2(other / name, path / name)
-    (finding,) = (finding for finding in look(path) if not finding.warning)
+    (finding,) = (finding for finding in look(path) if finding.is_fault)
     assert (finding.kind, finding.file) == ("seal", name)
     check_refused(path, f"{name}: has .* is not the file that was sealed.*remove .*{SEAL}")
 

@@ -199,7 +199,7 @@ def test_a_missing_file_is_reported_by_name(tmp_path: Path) -> None:
     (tmp_path / RANK1 / "exp_avg-0_1.tensor.swp").unlink()
     with pytest.raises(CheckpointError, match=rf"{RANK1}/exp_avg-0_1.tensor.swp is missing; it holds exp_avg of pos, "):
         open_folder(tmp_path, 2)
-    (finding,) = [each for each in survey_checkpoint(str(tmp_path), Comm()).findings if not each.warning]
+    (finding,) = [each for each in survey_checkpoint(str(tmp_path), Comm()).findings if each.is_fault]
     assert (finding.kind, finding.file) == ("missing", f"{RANK1}/exp_avg-0_1.tensor.swp")
     assert main(["verify", str(tmp_path)]) == 1
 
@@ -223,7 +223,7 @@ def test_a_swap_file_that_is_too_long_is_a_warning(tmp_path: Path) -> None:
     report = survey_checkpoint(str(tmp_path), Comm())
     check(report.require(), state)
     (warning,) = [finding for finding in report.findings if finding.kind == "inconsistent"]
-    assert warning.warning and warning.names == (f"{RANK1}/4_6.tensor.swp", f"{RANK1}/exp_avg-0_1.tensor.swp")
+    assert not warning.is_fault and warning.names == (f"{RANK1}/4_6.tensor.swp", f"{RANK1}/exp_avg-0_1.tensor.swp")
     seal_folder(str(tmp_path), Comm())
     check(open_folder(tmp_path), state)
     assert verify_checkpoint(str(tmp_path)).whole

@@ -23,7 +23,7 @@ from deepspeed_ucp.io import direct, memory, scan, store
 from deepspeed_ucp.io.memory import Scratch
 from deepspeed_ucp.io.read import Checked, MemorySink, RecordReader, checksum_range
 from deepspeed_ucp.io.scan import ScanFile, scan_files
-from deepspeed_ucp.io.store import StoredFile, open_stored
+from deepspeed_ucp.io.store import LocalFile, open_stored
 from deepspeed_ucp.model.records import CopyItem, FileRef, Read, Records
 from deepspeed_ucp.torchsave.torchfile import list_records
 from tests.support.descriptors import list_open
@@ -125,7 +125,7 @@ def test_a_failing_sink_ends_all_threads(file: FileRef) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 7, 100, 5000])
 def test_the_checksum_of_a_range(file: FileRef, chunk: int) -> None:
-    with StoredFile(file.path) as stored:
+    with LocalFile(file.path) as stored:
         assert checksum_range(stored, 10, 300, chunk) == isal_zlib.crc32(DATA[10:310])
         with pytest.raises(CheckpointError, match="ends at byte 4000"):
             checksum_range(stored, 10, 4000, chunk)
@@ -137,14 +137,14 @@ LARGE = random.Random(1).randbytes(3 * 4096 + 1234)
 
 
 @pytest.fixture
-def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoredFile]:
+def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalFile]:
     """A file that is read past the cache, on any kind of file system."""
     path = tmp_path / "cold.pt"
     path.write_bytes(LARGE)
     monkeypatch.setattr(store, "prefers_direct_reads", lambda fd: True)
     monkeypatch.setattr(store, "LEAST", 1)
     monkeypatch.setattr(store, "is_cached", lambda fd, offset, nbytes: False)
-    with StoredFile(str(path)) as stored:
+    with LocalFile(str(path)) as stored:
         past = direct.reopen_direct(stored._file.fileno())
         if past is None:
             pytest.skip("this file system has no O_DIRECT")
@@ -156,13 +156,13 @@ RANGES = [(0, len(LARGE)), (0, 1), (4095, 2), (4096, 4096), (1, 8192), (5000, le
 
 
 @pytest.mark.parametrize(("offset", "nbytes"), RANGES)
-def test_any_range_is_fetched_past_the_cache(cold: StoredFile, offset: int, nbytes: int) -> None:
+def test_any_range_is_fetched_past_the_cache(cold: LocalFile, offset: int, nbytes: int) -> None:
     data = cold.fetch(offset, nbytes, Scratch())
     assert data is not None and bytes(data) == LARGE[offset : offset + nbytes]
 
 
-def test_bytes_for_a_second_read_stay_in_the_cache(cold: StoredFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StoredFile, "fetch", lambda *_: pytest.fail("read past the cache"))
+def test_bytes_for_a_second_read_stay_in_the_cache(cold: LocalFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalFile, "fetch", lambda *_: pytest.fail("read past the cache"))
     records, sink = Records.of([(0, 0, len(LARGE), None)]), Bytes(100)
     with RecordReader(records, [FileRef(cold.path, len(LARGE))], again=lambda read: True) as reader:
         reader.read([read_of(item(0, 7, 100, 0, 0))], [sink])
@@ -181,7 +181,7 @@ def test_bytes_for_a_second_read_stay_in_the_cache(cold: StoredFile, monkeypatch
     ids=["few bytes", "no spare descriptor", "refused", "refused memory", "unreadable"],
 )
 def test_reads_fall_back_to_the_cache(
-    cold: StoredFile, owner: Any, name: str, value: Any, message: str | None, monkeypatch: pytest.MonkeyPatch
+    cold: LocalFile, owner: Any, name: str, value: Any, message: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert cold.fetch(100, 9000, Scratch()) is not None
     monkeypatch.setattr(owner, name, value)
@@ -190,7 +190,7 @@ def test_reads_fall_back_to_the_cache(
 
 
 @pytest.mark.parametrize("offset", [8192, len(LARGE) - 10, len(LARGE), 5 * 4096])
-def test_a_fetch_beyond_the_end_is_the_same_error_as_a_read(cold: StoredFile, offset: int) -> None:
+def test_a_fetch_beyond_the_end_is_the_same_error_as_a_read(cold: LocalFile, offset: int) -> None:
     with pytest.raises(CheckpointError, match=f"ends at byte {len(LARGE)}; it was truncated"):
         cold.fetch(offset, len(LARGE) - offset + 1 if offset < len(LARGE) else 10, Scratch())
 
@@ -204,20 +204,20 @@ def test_a_fetch_beyond_the_end_is_the_same_error_as_a_read(cold: StoredFile, of
     ids=lambda value: errno.errorcode.get(value, ""),
 )
 def test_faults_of_files_and_of_the_system_have_different_errors(
-    code: int, kind: type[CheckpointError], cold: StoredFile, monkeypatch: pytest.MonkeyPatch
+    code: int, kind: type[CheckpointError], cold: LocalFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "preadv", refuse(code))
     monkeypatch.setattr(os, "open", refuse(code))
-    for work in (lambda: cold.read_some([], 0), lambda: StoredFile(cold.path), lambda: list_records(cold.path)):
+    for work in (lambda: cold.read_some([], 0), lambda: LocalFile(cold.path), lambda: list_records(cold.path)):
         with pytest.raises(CheckpointError) as caught:
             work()
         assert type(caught.value) is kind
 
 
-def test_a_file_needs_one_descriptor(cold: StoredFile) -> None:
+def test_a_file_needs_one_descriptor(cold: LocalFile) -> None:
     """Checkpoints have many files, and processes have limits."""
     before = list_open(cold.path)
-    with StoredFile(cold.path) as stored:
+    with LocalFile(cold.path) as stored:
         assert stored.fetch(0, 9000, Scratch()) is not None
         assert len(list_open(cold.path)) == len(before) + 1
 
@@ -256,7 +256,7 @@ def test_small_reads_disable_a_long_readahead(passes: bool, file: FileRef, monke
     monkeypatch.setattr(store, "prefers_direct_reads", lambda _: passes)
     monkeypatch.setattr(os, "posix_fadvise", advise)
     for advice, expected in ((os.POSIX_FADV_NORMAL, os.POSIX_FADV_RANDOM), (os.POSIX_FADV_SEQUENTIAL,) * 2):
-        with StoredFile(file.path, advice) as stored:
+        with LocalFile(file.path, advice) as stored:
             is_advised = passes or advice != os.POSIX_FADV_NORMAL
             assert advise.call_args_list == [mock.call(stored._file.fileno(), 0, 0, expected)] * is_advised
         advise.reset_mock()

@@ -26,7 +26,7 @@ from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.formats.locations import find_files
 from deepspeed_ucp.formats.open import read_saved_job, seal_folder
 from deepspeed_ucp.io.read import MemorySink
-from deepspeed_ucp.io.store import StoredFile
+from deepspeed_ucp.io.store import LocalFile
 from deepspeed_ucp.load.transfer import Transfer
 from deepspeed_ucp.model.access import READ_ALL
 from deepspeed_ucp.model.index import AtomicIndex
@@ -227,9 +227,9 @@ def test_a_failed_read_continues_in_the_next_place(
     live: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     save, nvme, saved = two_places(tmp_path, Topology(1, 2))
-    read, run_pass, reads, passes = StoredFile.read, Transfer._run_pass, list[int](), [False]
+    read, run_pass, reads, passes = LocalFile.read, Transfer._run_pass, list[int](), [False]
 
-    def fail(file: StoredFile, views: list[memoryview], offset: int) -> None:
+    def fail(file: LocalFile, views: list[memoryview], offset: int) -> None:
         if "nvme" in file.path and "optim" in file.path and passes[-1] == live:
             reads.append(offset)
             if len(reads) > 2:
@@ -241,8 +241,8 @@ def test_a_failed_read_continues_in_the_next_place(
         return run_pass(self, plan, is_first_pass=is_first_pass)
 
     monkeypatch.setattr(Transfer, "_run_pass", note)
-    monkeypatch.setattr(StoredFile, "read", fail)
-    monkeypatch.setattr(StoredFile, "fetch", lambda *_: None)
+    monkeypatch.setattr(LocalFile, "read", fail)
+    monkeypatch.setattr(LocalFile, "fetch", lambda *_: None)
     loaded = load_scattered([save], Topology(1, 3), nvme, in_place=not live)
     for rank in loaded:
         rank.counted = False  # some bytes are read a second time
@@ -324,16 +324,16 @@ def test_two_threads_that_fail_together_skip_a_place_once(tmp_path: Path, monkey
     paths = [str(tmp_path / name) for name in ("a", "b")]
     for path in paths:
         Path(path).write_bytes(bytes(range(100)))
-    both, read = threading.Barrier(2), StoredFile.read
+    both, read = threading.Barrier(2), LocalFile.read
 
-    def fail(file: StoredFile, views: list[memoryview], offset: int) -> None:
+    def fail(file: LocalFile, views: list[memoryview], offset: int) -> None:
         if file.path == paths[0]:
             both.wait()
             raise CheckpointError(f"{file.path}: cannot be read.")
         read(file, views, offset)
 
-    monkeypatch.setattr(StoredFile, "read", fail)
-    monkeypatch.setattr(StoredFile, "fetch", lambda *_: None)
+    monkeypatch.setattr(LocalFile, "read", fail)
+    monkeypatch.setattr(LocalFile, "fetch", lambda *_: None)
     monkeypatch.setattr("deepspeed_ucp.stream.reader.check_copy", lambda *_: None)
     index = make_index((FileRef(paths[0], 100, None, tuple(paths)),), 100)
     into = bytearray(100)

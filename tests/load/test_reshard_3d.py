@@ -241,10 +241,10 @@ def test_ambiguous_layers_without_names_are_reported(
     folder, one, two = source.write(tmp_path, Run(ds_config=config)), Comm(), Comm()
     targets = [expect(source, Topology(1, 1)).make_targets()[0] for _ in range(2)]
     text = "may be a PipelineModule's or a DualPipeVModule's"
-    assert open_checkpoint(str(folder), one, Naming(*groups_of(targets[0], one), dual=False))
+    assert open_checkpoint(str(folder), one, Naming(*groups_of(targets[0], one), dual_pipe=False))
     assert ("If a DualPipeVModule saved them" in caplog.text) == is_ambiguous
     with pytest.raises(MismatchError, match=text) if is_ambiguous else nullcontext():
-        open_checkpoint(str(folder), two, Naming(*groups_of(targets[1], two), dual=True))
+        open_checkpoint(str(folder), two, Naming(*groups_of(targets[1], two), dual_pipe=True))
 
 
 # -- the whole load ---------------------------------------------------------------------------------------------------

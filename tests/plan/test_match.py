@@ -168,7 +168,7 @@ def test_models_that_do_not_match_are_refused(case: str) -> None:
 def test_frozen_tensors_that_a_converter_dropped_keep_live_values() -> None:
     """Buffers are kept, too. A missing trained parameter is a fault."""
     index = replace(make_index({"a": (2,)}), dropped="the converter leaves buffers out")
-    assert match(index, {"a": (2,)}, {"buffer": (3,)}).kept == ["buffer"]
+    assert match(index, {"a": (2,)}, {"buffer": (3,)}).left_initial == ["buffer"]
     with pytest.raises(MismatchError, match=r"b \(2,\): not in the checkpoint"):
         match(index, {"a": (2,), "b": (2,)}, {})
     with pytest.raises(MismatchError, match=r"buffer \(3,\): not in the checkpoint"):

@@ -58,7 +58,7 @@ def be_late(comm: Comm, source: str) -> None:
     At the end one rank runs out of memory, and all ranks raise its error.
     """
     from deepspeed_ucp.convert import ConvertOptions
-    from deepspeed_ucp.io.store import StoredFile
+    from deepspeed_ucp.io.store import LocalFile
     from tests.convert.conversions import MODEL
     from tests.support.contents import check_content
     from tests.support.conversion import convert_checkpoint
@@ -70,13 +70,13 @@ def be_late(comm: Comm, source: str) -> None:
     comm.gather(None)
     target = make_targets(MODEL, Topology(3, comm.size, precision="bf16"))[comm.rank]
     if comm.rank == 0:
-        slow(StoredFile, "__init__")
+        slow(LocalFile, "__init__")
     index = open_for(source, target, comm)
     if comm.rank == 1:
-        slow(StoredFile, "read_some")
+        slow(LocalFile, "read_some")
     check_content([load_rank(index, target, comm, Options())], random_state(MODEL, 0, precision="bf16"))
     if comm.rank == 0:
-        slow(StoredFile, "read_some")
+        slow(LocalFile, "read_some")
     convert_checkpoint(source, comm=comm, options=ConvertOptions(workers=2))
     message = ""
     with short_of_memory() if comm.rank == 1 else nullcontext():

@@ -117,7 +117,7 @@ def test_parameters_that_autotp_could_not_describe_are_refused():
 def test_refusals_follow_renamed_parameters():
     """AutoTP's rule for all other parameters must not apply to the new name."""
     info = {"autotp_unsupported_parameter_patterns": {"^w$": "it interleaves blocks", "h.*": "odd"}}
-    rules = from_universal_info(info, by="target").follow({"w": "old", "h.0": "0", "v": "v"})
+    rules = from_universal_info(info, source="target").follow({"w": "old", "h.0": "0", "v": "v"})
     for name, why in (("old", "it interleaves blocks"), ("0", "odd")):
         with pytest.raises(MismatchError, match=f"{name}: the live engine's .*: {why}"):
             settle([name], {name: ((4,), (4,))}, {name: ((8,),)}, [rules])
@@ -128,13 +128,13 @@ def test_equal_shards_in_another_order_are_refused():
     halves, parts = ({key: ["w"]} for key in ("vocabulary_parameter_patterns", "parameter_with_2_sub_params_cat_dim_0"))
     shapes = {"w": ((4, 3), (4, 3))}
     for saved, live in ((halves, parts), (parts, halves)):
-        rules = [from_universal_info(saved), from_universal_info(live, by="target")]
+        rules = [from_universal_info(saved), from_universal_info(live, source="target")]
         with pytest.raises(MismatchError, match=r"w: universal_checkpoint_info and the live .* different orders"):
             settle(["w"], shapes, shapes, rules)
         assert settle(["w"], shapes, shapes, rules[:1]).patterns == {"w": SameShards()}
         user = from_config([{"match": "w", "pattern": "shard-v"}])
         assert settle(["w"], shapes, shapes, [*user, *rules]).patterns == {"w": SameShards()}
-        rules = [from_universal_info(saved), from_universal_info(saved, by="target")]
+        rules = [from_universal_info(saved), from_universal_info(saved, source="target")]
         assert settle(["w"], shapes, shapes, rules).patterns == {"w": SameShards()}
 
 
@@ -258,7 +258,7 @@ def test_each_sides_map_describes_its_degree():
     three = affine.sub_param_map((18, 2), (12, 6), [[4, 6, 2], [2, 2, 2]], 0)
     rules = [
         from_universal_info(affine_info(two)),
-        from_universal_info(affine_info(three), by="target"),
+        from_universal_info(affine_info(three), source="target"),
     ]
     shapes = {"w": ((12, 2), (6, 2))}, {"w": ((6, 2), (8, 2), (4, 2))}
     settled = settle(["w"], *shapes, rules)
@@ -292,7 +292,7 @@ def test_a_map_of_only_the_saved_side_allows_only_one_live_rank(name):
 
 def test_one_saved_rank_loads_into_a_live_map():
     upstream = MAPS["gather"][0]()
-    rules = [from_universal_info(affine_info(upstream), by="target")]
+    rules = [from_universal_info(affine_info(upstream), source="target")]
     settled = settle(["w"], {"w": ((8, 3),)}, {"w": ((4, 3), (4, 3))}, rules)
     assert settled.layouts["w"] == (whole((8, 3)), read_map(upstream.to_dict()).layout)
 

@@ -162,7 +162,7 @@ TABLE = {"rules": [{"match": r"embed\.weight", "pattern": "shard-v", "vocab": Tr
 INLINE = {"family": "megatron-gpt", "rules": [{"match": ".*dense.*", "pattern": "shard-v"}]}
 NAMES = ("w", "7.w", "7.8.w")
 V_W = [{"match": "w", "pattern": "shard-v"}]
-MARKED_LIVE = [from_universal_info({"vocabulary_parameter_patterns": ["w"]}, by="target")]
+MARKED_LIVE = [from_universal_info({"vocabulary_parameter_patterns": ["w"]}, source="target")]
 
 SETTLED = {
     "a prefix is optional": (

@@ -76,7 +76,7 @@ def gather_save(where: FileTable, comm: Comm) -> tuple[Save | None, list[Finding
 
 def skip_faulty(more: Iterable[Finding], findings: Sequence[Finding]) -> list[Finding]:
     """Return the findings of ``more`` for files without a fault in ``findings``."""
-    faulty = {finding.file for finding in findings if not finding.warning}
+    faulty = {finding.file for finding in findings if finding.is_fault}
     return [finding for finding in more if finding.file not in faulty]
 
 
@@ -317,7 +317,7 @@ def _find_foreign_variants(where: FileTable, save: Save, comm: Comm) -> list[Fin
             models[mp].append(_drop_repeated(header, save.main, repeats=True))
     names = {header.name for header in variants}
     return [
-        fault for fault in find_foreign_files(replace(save, models=models)) if fault.file in names and not fault.warning
+        fault for fault in find_foreign_files(replace(save, models=models)) if fault.file in names and fault.is_fault
     ]
 
 

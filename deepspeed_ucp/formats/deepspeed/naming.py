@@ -47,7 +47,7 @@ class Naming:
             group, or the names of each group's parameters in order.
         weights_only: the load does not take the optimizer's states.
         optimizer: False omits the optimizer's states; names then only identify a pipeline's tied modules.
-        dual: the live pipeline has two stages on every rank (DualPipeV).
+        dual_pipe: the live pipeline has two stages on every rank (DualPipeV).
         keys: key in the live module's state dict → parameter or buffer, if they differ.
         list_recorded: returns the names in the live module's state dict, in its order.
         ep: degree ep of the live run (:class:`~deepspeed_ucp.model.topology.Topology`); ``live`` has the first rank's
@@ -60,7 +60,7 @@ class Naming:
     groups: NamedGroups | None = None
     weights_only: bool = False
     optimizer: bool = True
-    dual: bool = False
+    dual_pipe: bool = False
     keys: Mapping[str, str] = field(default_factory=dict)
     rename: FindRenames = lambda saved, live: {}
     list_recorded: Callable[[], Iterable[str]] | None = None

@@ -52,7 +52,7 @@ def place_layers(save: Save, naming: Naming, live: GroupNames) -> list[NamedOpti
                 path=save.path(save.main),
             )
         if divisions:
-            _warn_two_ways(save, _TwoWays(save, named, module[0].shapes), dual=naming.dual)
+            _warn_two_ways(save, _TwoWays(save, named, module[0].shapes), dual_pipe=naming.dual_pipe)
             return [_name_rank(save, mp, divisions[0], named, module[mp % save.tp]) for mp in range(len(save.models))]
     for mp in range(save.tp):
         if any(strip_compiled(name) not in module[mp].shapes for group in live for name, _ in group):
@@ -66,7 +66,7 @@ def place_layers(save: Save, naming: Naming, live: GroupNames) -> list[NamedOpti
     )
 
 
-def _warn_two_ways(save: Save, search: _TwoWays, *, dual: bool) -> None:
+def _warn_two_ways(save: Save, search: _TwoWays, *, dual_pipe: bool) -> None:
     """Warn if the stages may be a DualPipeV's; raise if the live pipeline is one."""
     optim = save.optim(0)
     if optim.traits.has_copies or not any(tensor.states for tensor in optim.tensors):
@@ -74,7 +74,7 @@ def _warn_two_ways(save: Save, search: _TwoWays, *, dual: bool) -> None:
     if save.count_accumulation_steps() < 2 * save.pp or not search.fits():  # DualPipeV needs as many micro batches
         return
     path = save.path(save.main)
-    if dual:
+    if dual_pipe:
         raise MismatchError(
             "stage 0 in fp32 does not save which layers a stage held, and these may be a PipelineModule's or "
             "a DualPipeVModule's. Load with load_optimizer_states=False; or, in the topology that was saved, set "

@@ -90,8 +90,8 @@ def read_file(folder: str, name: str) -> FileHeader:
 
 def list_globals(file: TorchFile) -> tuple[Use, ...]:
     """Return the uncommon classes and functions that a file's pickle names."""
-    uses = (use for use in file.uses.values() if use.steered or use.kind not in _COMMON_GLOBALS)
-    rare = (use for use in uses if use.steered or not (is_storage(use.kind) or is_dtype(use.kind)))
+    uses = (use for use in file.uses.values() if use.custom_methods or use.kind not in _COMMON_GLOBALS)
+    rare = (use for use in uses if use.custom_methods or not (is_storage(use.kind) or is_dtype(use.kind)))
     return tuple(dict.fromkeys([*rare, *file.members]))
 
 

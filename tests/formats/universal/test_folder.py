@@ -297,7 +297,7 @@ def test_tensors_that_the_converter_dropped_keep_live_values(tmp_path: Path, cap
     model = replace(model, params=(*model.params, Param("1.bias", (12,), group=1, frozen=True)))
     index, ranks = load_converted(model, Topology(1, 1, tp=2, pp=2), tmp_path)
     assert "a pipeline's buffers and frozen parameters" in index.dropped
-    assert all(rank.fill_plan.match.kept == ["1.bias", "0.count", "1.count"] for rank in ranks)
+    assert all(rank.fill_plan.match.left_initial == ["1.bias", "0.count", "1.count"] for rank in ranks)
     assert "1.bias, 0.count, 1.count keep the values that the new model has" in caplog.text
     for rank in ranks:
         assert {name for flat in rank.target.flats for name in flat.names} == {"0.column", "0.norm", "1.row", "1.norm"}
@@ -309,7 +309,7 @@ def test_a_missing_trained_parameter_is_refused(tmp_path: Path) -> None:
     frozen = replace(model, params=tuple(replace(p, frozen=p.name == "0.column") for p in model.params))
     targets = make_targets(frozen, Topology(1, 1))
     (rank,) = load(open_alone(folder), targets)
-    assert rank.fill_plan.match.kept == ["0.count", "1.count"]
+    assert rank.fill_plan.match.left_initial == ["0.count", "1.count"]
     (note,) = rank.fill_plan.match.notes
     assert note.startswith("0.column was trained in the saved run")
 
