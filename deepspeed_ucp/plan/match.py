@@ -193,7 +193,7 @@ def _match_names(
 def _note_missing(
     index: AtomicIndex, match: Match, names: Sequence[str], name: str, shape: Shape, is_trained: bool
 ) -> None:
-    """Add a tensor that the checkpoint lacks to ``left_initial``, ``notes`` or ``skipped``."""
+    """Add a tensor that the checkpoint lacks to one of the match's lists."""
     is_dropped = index.dropped and not any(index.find(index.resolve(other), MASTER) for other in names)
     if is_dropped and not is_trained:
         match.left_initial.append(name)
