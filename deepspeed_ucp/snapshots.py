@@ -63,7 +63,10 @@ class Snapshots:
     fails: bool = False
 
     def restart(self, step: int, first: int = 1) -> None:
-        """Start the interval at ``step``; the clock is first read ``first`` steps later."""
+        """Start the interval at ``step``.
+
+        The clock, if the interval is a time, is first read ``first`` steps later.
+        """
         self.prepared, self.since, self.begun = None, step, monotonic()
         self.due = step + (self.steps or first)
 

@@ -106,6 +106,7 @@ def _list_sides(options: argparse.Namespace) -> Iterable[tuple[str, list[str]]]:
 def _open_settings(
     options: argparse.Namespace, path: str, also: Sequence[str]
 ) -> tuple[AtomicIndex | None, Mapping[str, Any]]:
+    """Return a save's index and ds_config; for a ds_config file the index is None."""
     from ..comm import Comm
     from ..examine.settings import read_config
     from ..formats.deepspeed.ownfiles import read_saved_config

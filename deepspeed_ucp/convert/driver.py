@@ -94,7 +94,7 @@ class _Conversion:
 
 
 def default_destination(folder: str) -> str:
-    """Return the default destination of the conversion of a tag's folder."""
+    """Return the default destination of a conversion, ``FOLDER_universal``."""
     return f"{folder.rstrip('/')}_universal"
 
 
@@ -251,7 +251,7 @@ def _write(work: _Conversion, checks: list[Checked]) -> list[Written]:
         comm.run(lambda: _prepare_folder(work))
     else:
         comm.once(lambda: _prepare_folder(work))
-        comm.run(lambda: _check_folder(work.staging.folder))
+        comm.run(lambda: _check_shared(work.staging.folder))
     outputs = [Output(file.atom.numel, file.atom.itemsize, file.atom.place) for file in work.files]
     plan = plan_conversion(outputs, comm.size, most=most, whole=work.staging.is_remote)
     with report.phase("write"):
@@ -266,7 +266,8 @@ def _prepare_folder(work: _Conversion) -> None:
             os.makedirs(os.path.join(folder, parent), exist_ok=True)
 
 
-def _check_folder(folder: str) -> None:
+def _check_shared(folder: str) -> None:
+    """Raise StorageError if this node does not see the output folder of rank 0."""
     if not os.path.isdir(folder):
         raise StorageError(
             "is not here; rank 0 has made it. Every node needs the same destination: name a folder on a "

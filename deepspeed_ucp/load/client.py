@@ -73,7 +73,7 @@ def make_objects(
     """
     if not checked:
         file = replace(file, records={name: record._replace(crc=None) for name, record in file.records.items()})
-    kept = _select_client(file)
+    kept = _drop_tensors(file)
     allowed = None
     if not trust_pickle:
         uses = [file.uses[value] for value in walk(kept) if isinstance(value, Global)]
@@ -114,7 +114,8 @@ def _require_allowed(named: Mapping[Use, str], *, has_option: bool) -> dict[str,
     return {**allowed, **{use.kind: value for use, value in objects.items() if not use.member}}
 
 
-def _select_client(file: TorchFile) -> dict[Any, Any]:
+def _drop_tensors(file: TorchFile) -> dict[Any, Any]:
+    """Return a state file's entries except model tensors, plus extra states."""
     if not isinstance(file.tree, dict):
         raise CheckpointError(
             f"holds a {type(file.tree).__name__}, a DeepSpeed state file holds a dict.", path=file.path

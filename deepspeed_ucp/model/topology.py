@@ -118,12 +118,12 @@ def find_differences(source: Topology, target: Topology) -> list[str]:
     if len(source.flats) != len(target.flats):
         return [f"parameter layout: {len(source.flats)} → {len(target.flats)} parts"]
     flats = zip(source.flats, target.flats, strict=True)
-    same = _list_names(source) == _list_names(target)
+    same = _list_param_names(source) == _list_param_names(target)
     other = (f"parameter layout: {_compare_flats(old, new, same)}" for old, new in flats if old != new)
     return list(islice(other, 1))
 
 
-def _list_names(topology: Topology) -> list[str]:
+def _list_param_names(topology: Topology) -> list[str]:
     return sorted(name for flat in topology.flats for name in flat.names)
 
 

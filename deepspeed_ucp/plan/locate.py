@@ -23,7 +23,7 @@ class View:
 
     Attributes:
         rank: the target shard.
-        shards: source shards from which it is made.
+        shards: source shards that may contribute to it.
     """
 
     source: Layout
@@ -75,7 +75,7 @@ class Want:
 
 
 def find_shards(source: Layout, target: Layout, rank: int) -> tuple[int, ...]:
-    """Return the source shards from which a target shard is made."""
+    """Return the source shards that may contribute to a target shard."""
     if source.replicated:
         return (0,)
     alike = source.view[1:] == target.view[1:] and source.claims is None and rank < len(source.shards)

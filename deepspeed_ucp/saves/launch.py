@@ -122,7 +122,8 @@ def wait_until_written(
 
     Args:
         is_wanted: returns True for a destination whose saves are waited for.
-        is_enough: ends the wait too. Then each written save extends it.
+        is_enough: if given, ends the wait once it returns True, and each change of the pending saves restarts the
+            ``seconds``.
 
     Returns:
         True if every destination has its saves.

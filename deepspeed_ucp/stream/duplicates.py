@@ -388,14 +388,15 @@ def _read_by_others(index: AtomicIndex, pairs: Sequence[Pair], comm: Comm) -> li
     ranks = np.where(index.access.can_read(comm.rank, files), comm.rank, turns).tolist()
     with AtomReader(index) as reader:
 
-        def read_span(span: tuple[int, int, int]) -> bytes:
+        def serve_span(span: tuple[int, int, int]) -> bytes:
+            """Read a span for the rank that asks for it."""
             record, low, high = span
             data = bytearray(high - low)
             item = CopyItem(record, low, len(data), len(data), 1, 0, 0)
             reader.read([Read.of(*span, item)], [MemorySink(memoryview(data))])
             return bytes(data)
 
-        answers = iter(comm.ask(list(zip(ranks, spans, strict=True)), read_span))
+        answers = iter(comm.ask(list(zip(ranks, spans, strict=True)), serve_span))
     values = [_assemble(want, row, answers) for want, row in zip(wants, reads, strict=True)]
     return list(zip(values[::2], values[1::2], strict=True))
 

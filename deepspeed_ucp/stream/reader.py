@@ -53,6 +53,7 @@ class AtomReader(RecordReader):
         self.index = index
 
     def open_copy(self, path: str, file: FileRef) -> ReadableFile:
+        """Open a copy of a file, checked against the index if there are several."""
         if file.places:
             check_copy(path, file)
         return super().open_copy(path, file)

@@ -183,7 +183,10 @@ class World(AbstractContextManager["World"]):
                 os.kill(process.pid, number)
 
     def _collect(self, timeout: float) -> tuple[dict[int, _Answer], list[int]]:
-        """Return the answers by rank, and the ranks without one at the timeout."""
+        """Return the answers by rank, and the ranks without one at the timeout.
+
+        After the first error the other ranks have at most ``_GRACE`` seconds.
+        """
         pending = {connection: rank for rank, connection in enumerate(self._connections)}
         answers: dict[int, _Answer] = {}
         deadline = time.monotonic() + timeout

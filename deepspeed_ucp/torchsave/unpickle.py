@@ -181,7 +181,7 @@ class Pickled(pickle._Unpickler):
 
     def load_bytearray8(self) -> None:
         (size,) = struct.unpack("<Q", self.read(8))
-        self.append(bytearray(self.read(size)))
+        self.append(bytearray(self.read(size)))  # not allocated before it is read: the size may be forged
 
     def find_class(self, module: str, name: str) -> Global:
         named = Global(module, name)

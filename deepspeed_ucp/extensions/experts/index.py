@@ -162,16 +162,16 @@ def _fuse(layer: str, experts: int, live: Shapes) -> Iterator[tuple[str, Derived
 def _unite_groups(index: AtomicIndex, converted: Mapping[str, DerivedParam]) -> AtomicIndex:
     """Join groups of converted experts to other groups with equal hyper-parameters."""
 
-    def is_made(group: GroupInfo) -> bool:
+    def is_converted(group: GroupInfo) -> bool:
         return all(member.name in converted for member in group.members)
 
     def list_hyper(group: GroupInfo) -> dict[str, Any]:
         return {key: value for key, value in group.hyper.items() if key != "name"}  # DeepSpeed names experts' groups
 
     groups: list[GroupInfo] = []
-    for group in sorted(index.groups, key=is_made):
+    for group in sorted(index.groups, key=is_converted):
         at = next((at for at, known in enumerate(groups) if list_hyper(known) == list_hyper(group)), len(groups))
-        if is_made(group) and at < len(groups):
+        if is_converted(group) and at < len(groups):
             groups[at] = GroupInfo((*groups[at].members, *group.members), group.hyper)
         else:
             groups.append(group)
