@@ -137,7 +137,20 @@ class Extension:
     def prepare(self, target: Any) -> None:
         """Prepare the engine for a load."""
 
-    # -- a load (:class:`deepspeed_ucp.load.context.LoadContext`)
+    def commit(self) -> None:
+        """Finish the fill: everything is verified, and the live buffers have their values."""
+
+    def open_masters(self, target: Any, number: int) -> AbstractContextManager[Any]:
+        """Context manager in which the masters of ``target.flats[number]`` are in memory."""
+        return nullcontext()
+
+    def relink(self, target: Any) -> None:
+        """Renew DeepSpeed's references to optimizer states after new ones were attached."""
+
+    def discard(self) -> None:
+        """Release the resources of a load, also after an error."""
+
+    # -- a load (:class:`deepspeed_ucp.load.context.LoadContext`); any of ``in_engine``, ``in_rules``, ``in_load``
 
     def refuse(self, context: Any, index: Any, target: Any) -> None:
         """Raise UcpError if the checkpoint cannot be loaded into the engine."""
@@ -151,22 +164,9 @@ class Extension:
     def change_engine(self, context: Any, target: Any, fill_plan: Any) -> None:
         """Change the engine before its fill; an error blocks the engine (collective)."""
 
-    def commit(self) -> None:
-        """Finish the fill: everything is verified, and the live buffers have their values."""
-
-    def open_masters(self, target: Any, number: int) -> AbstractContextManager[Any]:
-        """Context manager in which the masters of ``target.flats[number]`` are in memory."""
-        return nullcontext()
-
-    def relink(self, target: Any) -> None:
-        """Renew DeepSpeed's references to optimizer states after new ones were attached."""
-
     def describe_differences(self, target: Any) -> str:
         """Describe values of the loaded engine that differ from the saved ones, if any."""
         return ""
-
-    def discard(self) -> None:
-        """Release the resources of a load, also after an error."""
 
     # -- parameters' names, of an index, a model or a planned run (:func:`find_for_names`)
 

@@ -31,7 +31,7 @@ class LoadReport(Report):
         reason: for the choice of the loader.
         extensions: names of the special cases that the save or the engine needed (:mod:`..extensions`).
         bytes_read: bytes that this rank read from storage, each counted once.
-        bytes_again: bytes that it read a second time from the page cache, after verification.
+        bytes_again: bytes that it read a second time, after verification; usually from the page cache.
         requests: reads that it issued.
         state_bytes: bytes of state that all ranks together restored.
         files: path → bytes that this rank read, and seconds that its threads waited for them.

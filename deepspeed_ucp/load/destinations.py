@@ -216,7 +216,8 @@ class FillPlan:
     """This rank's wants with their buffers, and the atoms that all ranks need.
 
     Attributes:
-        index: the only index of the checkpoint from here on: its parameters are named and cut as in the live model.
+        index: the only index of the checkpoint from here on: its parameters are named and cut as in the live model;
+            only those that ``rename`` rules match keep their saved names.
         wants: of this rank; ``resized`` and ``averaged`` of all ranks. Blanks are zeroed when the pass that fills their
             memory begins; means are computed in :meth:`commit`.
         buffers: by the wants' buffer numbers.

@@ -46,7 +46,7 @@ def prepare(context: LoadContext, saved: AtomicIndex, target: Target, *, with_st
     elif is_custom:
         return FillPlan(saved)
     view = view_engine(target, None if is_custom else comm.run(target.extras), comm)
-    fill_plan, settled = comm.run(lambda: _match(context, saved, target, view, with_states=with_states))
+    fill_plan, settled = comm.run(lambda: _plan_fill(context, saved, target, view, with_states=with_states))
     _exchange_needs(context, view, settled, fill_plan)
     return fill_plan
 
@@ -164,7 +164,7 @@ def list_live_rules(live: EngineView, saved: Mapping[str, str]) -> list[RuleSet]
     return rules
 
 
-def _match(
+def _plan_fill(
     context: LoadContext, saved: AtomicIndex, target: Target, view: EngineView, *, with_states: bool
 ) -> tuple[FillPlan, Settled]:
     """Match engine and checkpoint; return this rank's plan and each tensor's cut."""

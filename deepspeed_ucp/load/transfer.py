@@ -131,7 +131,7 @@ class Transfer:
         self.reread = {(read.record, read.offset) for plan in self.passes[1:] for read in plan.reads if self.checksum}
 
     def read(self) -> list[Checked]:
-        """Run pass 1: read and checksum everything, fill memory with ``fill_first``."""
+        """Run pass 1: read and verify; fill what may change before the verification ends."""
         self.checks = self._run_pass(self.passes[0], is_first_pass=True)
         return self.checks
 

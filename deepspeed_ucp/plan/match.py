@@ -91,7 +91,8 @@ class Adaptation:
     """A checkpoint and an engine that extensions adapt to each other before the match.
 
     Attributes:
-        index: the checkpoint, with the engine's names and forms.
+        index: the checkpoint, with the engine's names and forms; parameters that ``rename`` rules match keep their
+            saved names.
         module: the live module; None in a pipeline, whose ranks have different modules.
         log: whether this rank logs.
         saved: the checkpoint as it was saved.

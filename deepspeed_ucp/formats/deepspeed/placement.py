@@ -137,13 +137,13 @@ class _Search:
             if first == len(self.layers):
                 yield []
             return
-        for candidate in self._fill(stage, first):
+        for candidate in self._list_candidates(stage, first):
             for rest in self._divide(stage + 1, first + len(candidate.layers)):
                 placed = [candidate, *rest]
                 if stage or set(self.tied) <= {key for other in placed for key in other.tied}:
                     yield placed
 
-    def _fill(self, stage: int, first: int) -> Iterator[_Stage]:
+    def _list_candidates(self, stage: int, first: int) -> Iterator[_Stage]:
         """Yield the runs of layers from ``first`` on that fit a stage's states."""
         optim = self.save.optim(stage * self.save.tp)
         weights, wanted = self._weigh(optim), sum(group_sizes(optim))

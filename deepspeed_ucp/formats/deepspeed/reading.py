@@ -299,7 +299,7 @@ def _add_slices(file: TorchFile, header: OptimHeader, state: dict[str, Any]) -> 
 
 
 def _add_holders(file: TorchFile, header: OptimHeader, state: dict[str, Any]) -> OptimHeader:
-    """Add the ranks that hold each sub-group, which AutoEP saves at ZeRO 3."""
+    """Add the ranks and partitions of each sub-group, which AutoEP saves at ZeRO 3."""
 
     def read(groups: Any) -> tuple[tuple[int, ...], ...]:
         return tuple(_as_ints(group["partition_ranks"]) for group in as_list(groups))

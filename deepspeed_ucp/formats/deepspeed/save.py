@@ -67,7 +67,7 @@ class Save:
         return save
 
     def _merge_sequence_ranks(self) -> None:
-        """Assign files named by sequence-parallel rank to the only model-parallel rank.
+        """Set ``sp`` and merge the ranks if file names are by sequence-parallel rank.
 
         Before 0.19.8 DeepSpeed uses ALST's sequence-parallel rank as the model-parallel rank in file names: rank 3 of
         sequence groups of 2 writes ``zero_pp_rank_3_mp_rank_01_optim_states.pt``. With tensor or pipeline parallelism
@@ -219,7 +219,9 @@ def name_model_files(save: Save, first: FileHeader) -> list[str]:
 
 
 def arrange_headers(save: Save, headers: Sequence[FileHeader]) -> list[Any]:
-    """Assign headers to a save's fields by role; the first must be of ``save.main``.
+    """Assign headers to a save's fields by role, and set its degrees and extensions.
+
+    The first header must be of ``save.main``.
 
     Returns:
         The extensions' findings about files without header.

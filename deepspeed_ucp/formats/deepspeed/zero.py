@@ -235,7 +235,9 @@ class _BufferAdder:
         for state, header in swaps.items():
             if header.swap is not None:
                 record = self.builder.number_record(header, header.swap.record)
-                self._store(state, header.swap, batch.parts, array("q", [record]), array("q", [header.swap.offset]))
+                self._set_columns(
+                    state, header.swap, batch.parts, array("q", [record]), array("q", [header.swap.offset])
+                )
         if not swaps:
             self._check_masters(batch)
             self._record_pieces(MASTER, self.index, batch)
@@ -328,9 +330,11 @@ class _BufferAdder:
             self.builder.note_unreadable(self.rank, self._list_names(batch), state, first.fault)
             return
         records = self.builder.number_records(batch, piece)
-        self._store(state, first, batch.parts, records, batch.pick(piece, "start"))
+        self._set_columns(state, first, batch.parts, records, batch.pick(piece, "start"))
 
-    def _store(self, state: str, piece: Piece, parts: Sequence[int], records: array[int], offsets: array[int]) -> None:
+    def _set_columns(
+        self, state: str, piece: Piece, parts: Sequence[int], records: array[int], offsets: array[int]
+    ) -> None:
         """Set the record and first byte of some partitions of a state."""
         missing = array("q", [-1]) * len(self.shards)
         dtype, record_numbers, begins = self.columns.setdefault(state, (piece.dtype, missing, missing[:]))
