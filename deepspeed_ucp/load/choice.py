@@ -323,7 +323,7 @@ def find_damage(index: AtomicIndex, comm: Comm, *, has_others: bool) -> list[str
     """Verify the files of the first place, as DeepSpeed's load does not (collective).
 
     Args:
-        has_others: there are further places, from which the direct load may succeed after damage.
+        has_others: after damage the direct load may succeed from further places.
 
     Raises:
         CheckpointError: a file is damaged, and there are no further places.

@@ -55,7 +55,7 @@ def load_direct(context: LoadContext, index: AtomicIndex, target: Target) -> dic
         The client state, as DeepSpeed's load returns it.
 
     Raises:
-        UcpError: the same on every rank. The engine is unchanged, or blocked and the message says so.
+        UcpError: the same on every rank. The engine is unchanged, or blocked with a message about it.
     """
     engine, comm, report = context.engine, context.comm, context.report
     with_states = context.with_states and any(comm.gather(bool(target.flats)))
@@ -184,7 +184,7 @@ def _log_unchecked(context: LoadContext, index: AtomicIndex) -> None:
     )
     names = [os.path.basename(index.files[number].path) for number in np.unique(files[(crcs < 0) & (nbytes > 0)])]
     if names:
-        text = 'damage is not detected in %s without checksums: %s. "seal": true adds those of swap files.'
+        text = 'damage is not detected in %s without checksums: %s. "seal": true adds checksums of swap files.'
         context.warn(f"%s: {text}", os.path.dirname(index.state_file), pluralize(len(names), "file"), shorten(names, 3))
 
 
@@ -320,7 +320,7 @@ def _finish(
         return
     if with_states:
         restore_scaling(engine.optimizer, index)
-    # Elastic saves have no hyper-parameters, and ds_to_universal keeps only those of a pipeline's first stage.
+    # Elastic saves have no hyper-parameters, and ds_to_universal keeps only the first pipeline stage's.
     saved_rates = index.groups and all("lr" in group.hyper for group in index.groups)
     takes_rates = saved_rates and context.config.param_groups == "saved"
     if with_states and context.load_lr_scheduler_states and not takes_rates:

@@ -47,7 +47,7 @@ def find_tag(
         universal: look at ``latest_universal`` first, as DeepSpeed does with ``load_universal``.
         fallback: if ``latest`` leads to no tag (a crash may leave it empty), take the newest one, with a warning.
         also: further places; the first one that has ``latest`` counts. A place with checkpoints and an unreadable
-            ``latest`` is not skipped: those of other places may be older.
+            ``latest`` is not skipped: another place may have an older one.
 
     Raises:
         CheckpointError: there is no such tag, or ranks ask for different ones, or see different ones.
@@ -85,7 +85,7 @@ def _look(
     """Find the tag in a place, as this rank sees it; only rank 0 looks in a store.
 
     Returns:
-        The tag: ``requested``, or that of ``latest``, or None. The fault, if there is no valid tag. With
+        The tag: ``requested``, or the tag in ``latest``, or None. The fault, if there is no valid tag. With
         ``fallback``, the tag that was saved last.
     """
     if rank and is_url(place):
