@@ -211,13 +211,7 @@ def _is_harmless(value: Any, use: Use) -> bool:
     named = [name for kind in classes for name in vars(kind) if _dotted_name(kind) not in _REVIEWED]
     runs = any(name in named for name in _RUN_BY_PICKLE.split())
     named_by_file = use.called and any("__getattr__" in vars(kind) for kind in classes)  # by an entry's name
-    return (
-        plain
-        and type(value) in _PLAIN_KINDS
-        and not runs
-        and not named_by_file
-        and not any(map(_sets_by_code, classes))
-    )
+    return plain and type(value) in _PLAIN_KINDS and not (runs or named_by_file or any(map(_sets_by_code, classes)))
 
 
 _PLAIN_KINDS = (type, abc.ABCMeta)

@@ -35,13 +35,6 @@ def _small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda _fd: None)
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("source")
-    write_source(root)
-    return root
-
-
 @pytest.fixture
 def place(source: Path, tmp_path: Path) -> Callable[[object], Path]:
     """Return a function that copies the root with hard links, through which a write would change all copies."""

@@ -6,18 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.convert.conversions import convert, read_bytes, write_source
+from tests.convert.conversions import convert, read_bytes
 from tests.support.covering import params
 from tests.support.mpi import needs_mpi, run_mpi, run_torch
 
 CONVERTING = str(Path(__file__).parent / "converting.py")
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("source")
-    write_source(root)
-    return root
 
 
 @pytest.fixture
